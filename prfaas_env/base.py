@@ -1,0 +1,84 @@
+"""What every part shares: the frozen model base, quantities with units, user errors, random streams."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+
+class PrfaasError(Exception):
+    """A user's mistake, told in one line that names the file, field or line. The command line prints it and exits 2."""
+
+
+class Frozen(BaseModel):
+    """Base of every configuration model: immutable, unknown keys refused, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def first_error(error: ValidationError, where: str) -> PrfaasError:
+    """The first fault of a pydantic error as one line: `where: field: what was found and what is allowed`."""
+    details = error.errors(include_url=False)
+    first = details[0]
+    field = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    message = first["msg"].removeprefix("Value error, ")
+    found = first.get("input")
+    shown = ""
+    if first["type"] not in {"missing", "value_error"} and not isinstance(found, dict | list):
+        shown = f" (found {found!r})"
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return PrfaasError(f"{where}: {field}: {message}{shown}{more}")
+
+
+_RATE_UNITS = {
+    "bps": 1.0,
+    "bit/s": 1.0,
+    "kbps": 1e3,
+    "mbps": 1e6,
+    "gbps": 1e9,
+    "tbps": 1e12,
+    "gbit/s": 1e9,
+    "mbit/s": 1e6,
+}
+_BYTE_RATE_UNITS = {"B/s": 8.0, "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9, "TB/s": 8e12}
+
+
+def parse_bps(value: Any) -> Any:
+    """A rate in bit/s from a number (already bit/s) or a text such as "100 Gbps" or "12.5 GB/s" (powers of 1000)."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", value)
+    if match is None:
+        raise ValueError(f"not a rate: {value!r}; write a number of bit/s or a text like '100 Gbps'")
+    number, unit = match.groups()
+    if not unit:
+        return float(number)
+    if unit in _BYTE_RATE_UNITS:
+        return float(number) * _BYTE_RATE_UNITS[unit]
+    if unit.lower() in _RATE_UNITS and not unit.endswith("B/s"):
+        return float(number) * _RATE_UNITS[unit.lower()]
+    raise ValueError(f"unknown unit {unit!r} in {value!r}; allowed: Gbps, Mbps, bit/s, GB/s, MB/s")
+
+
+#: A rate in bit/s; accepts texts with a unit.
+Bps = Annotated[float, BeforeValidator(parse_bps)]
+
+#: Random streams of an episode, by name. The number is part of every result: never renumber, only append.
+STREAMS = {
+    "arrivals": 0,
+    "input_lengths": 1,
+    "output_lengths": 2,
+    "prefixes": 3,
+    "link": 4,
+    "faults": 5,
+    "background": 6,
+    "policy": 7,
+}
+
+
+def stream(episode_seed: int, name: str, *index: int) -> np.random.Generator:
+    """Generator of the stream `name` of one episode; `index` gives independent sub-streams (for example per link)."""
+    return np.random.default_rng(np.random.SeedSequence(episode_seed, spawn_key=(STREAMS[name], *index)))

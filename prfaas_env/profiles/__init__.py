@@ -1,0 +1,1 @@
+"""Attention geometry to bytes, hardware latency, and the catalogue of published models."""

@@ -1,0 +1,289 @@
+"""Everything that defines a run, as frozen models; the YAML files in `data/` are instances of `Scenario`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from prfaas_env.base import Bps, Frozen
+from prfaas_env.profiles.catalogue import ModelProfile, load_model
+from prfaas_env.profiles.latency import HardwareProfile
+from prfaas_env.workload.models import (
+    GammaArrivals,
+    RegimeArrivals,
+    RegimeChain,
+    SyntheticWorkload,
+    TraceWorkload,
+    Workload,
+)
+
+
+class PrfaasCluster(Frozen):
+    """A remote cluster that only prefills."""
+
+    name: str = "prfaas0"
+    hardware: str = Field(description="name of a hardware profile of the scenario's model")
+    n_instances: int = Field(ge=1)
+
+
+class PdCluster(Frozen):
+    """A local cluster whose instances prefill or decode and can change role."""
+
+    name: str = "pd0"
+    hardware: str = Field(description="name of a hardware profile of the scenario's model, with a decode profile")
+    n_prefill: int = Field(ge=0)
+    n_decode: int = Field(ge=1)
+    min_prefill: int | None = Field(
+        default=None, ge=0, description="fewest active prefill instances; default 1, or 0 if it starts with none"
+    )
+    min_decode: int = Field(default=1, ge=1)
+    rdma_bps: Bps = Field(default=800e9, gt=0, description="KV hand-over inside the cluster, bit/s per node")
+    rdma_latency_s: float = Field(default=0.0, ge=0)
+
+    @property
+    def prefill_floor(self) -> int:
+        """Fewest active prefill instances that a conversion may leave."""
+        return min(1, self.n_prefill) if self.min_prefill is None else self.min_prefill
+
+    @model_validator(mode="after")
+    def _floors(self) -> Self:
+        if self.prefill_floor > self.n_prefill:
+            raise ValueError(f"n_prefill {self.n_prefill} is below min_prefill {self.prefill_floor}")
+        if self.min_decode > self.n_decode:
+            raise ValueError(f"n_decode {self.n_decode} is below min_decode {self.min_decode}")
+        return self
+
+
+class Link(Frozen):
+    """Ethernet between one PrfaaS cluster and one PD cluster."""
+
+    prfaas: str = "prfaas0"
+    pd: str = "pd0"
+    capacity_bps: Bps = Field(gt=0, description="nominal capacity, bit/s")
+    latency_s: float = Field(default=0.0, ge=0, description="one-way latency, added once per request")
+    flow_cap_bps: Bps | None = Field(default=None, gt=0, description="most that one flow gets; none = no cap")
+
+
+class Deployment(Frozen):
+    """Hardware counts per cluster and the links between them."""
+
+    prfaas: tuple[PrfaasCluster, ...] = ()
+    pd: tuple[PdCluster, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for kind, clusters in (("prfaas", self.prfaas), ("pd", self.pd)):
+            names = [c.name for c in clusters]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{kind} cluster names must differ, found {names}")
+        prfaas_names = {c.name for c in self.prfaas}
+        pd_names = {c.name for c in self.pd}
+        pairs = set()
+        for link in self.links:
+            if link.prfaas not in prfaas_names:
+                raise ValueError(f"link names prfaas cluster {link.prfaas!r}; known: {sorted(prfaas_names)}")
+            if link.pd not in pd_names:
+                raise ValueError(f"link names pd cluster {link.pd!r}; known: {sorted(pd_names)}")
+            if (link.prfaas, link.pd) in pairs:
+                raise ValueError(f"two links between {link.prfaas!r} and {link.pd!r}")
+            pairs.add((link.prfaas, link.pd))
+        linked_pd = {link.pd for link in self.links}
+        for cluster in self.pd:
+            if cluster.name not in linked_pd and cluster.prefill_floor < 1:
+                raise ValueError(
+                    f"pd cluster {cluster.name!r} has no link to a prfaas cluster, so it needs at least one "
+                    f"prefill instance (n_prefill {cluster.n_prefill}, min_prefill {cluster.prefill_floor})"
+                )
+        return self
+
+
+class ConstantCapacity(Frozen):
+    """The link stays at its nominal capacity."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class StepCapacity(Frozen):
+    """Capacity changes at given times, the same on every link; before the first, nominal."""
+
+    kind: Literal["steps"] = "steps"
+    at_s: tuple[float, ...] = Field(min_length=1)
+    capacity_bps: tuple[Annotated[Bps, Field(ge=0)], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if len(self.at_s) != len(self.capacity_bps):
+            raise ValueError(f"{len(self.at_s)} at_s but {len(self.capacity_bps)} capacity_bps")
+        if any(b <= a for a, b in zip(self.at_s, self.at_s[1:], strict=False)) or self.at_s[0] < 0:
+            raise ValueError("at_s must be >= 0 and rise strictly")
+        return self
+
+
+class RegimeCapacity(Frozen):
+    """Capacity follows a regime chain, one independent chain per link."""
+
+    kind: Literal["regimes"] = "regimes"
+    capacity_bps: RegimeChain
+
+
+LinkCapacity = Annotated[ConstantCapacity | StepCapacity | RegimeCapacity, Field(discriminator="kind")]
+
+
+class Transport(Frozen):
+    """How a KV cache crosses the link."""
+
+    pipelining: bool = Field(default=True, description="send layer by layer while the prefill runs")
+
+
+class Conversion(Frozen):
+    """What a change of role costs."""
+
+    switch_s: float = Field(default=15.0, ge=0)
+    drain_limit_s: float = Field(
+        default=120.0, gt=0, description="after it, a draining instance's sequences are prefilled again"
+    )
+    warmup_s: float = Field(default=0.0, ge=0)
+    warmup_speed: float = Field(default=1.0, gt=0, le=1, description="speed during the warm-up, share of full")
+
+
+class Control(Frozen):
+    """The two clocks of the scheduler."""
+
+    control_interval_s: float = Field(default=1.0, gt=0)
+    conversion_interval_s: float = Field(default=15.0, gt=0)
+
+    @model_validator(mode="after")
+    def _whole_multiple(self) -> Self:
+        ratio = self.conversion_interval_s / self.control_interval_s
+        if ratio < 1 or abs(ratio - round(ratio)) > 1e-9:
+            raise ValueError(
+                f"conversion_interval_s {self.conversion_interval_s} must be a whole multiple of "
+                f"control_interval_s {self.control_interval_s}"
+            )
+        return self
+
+
+class Slo(Frozen):
+    """Service-level objectives; none = not part of goodput."""
+
+    ttft_s: float | None = Field(default=None, gt=0)
+    tpot_s: float | None = Field(default=None, gt=0)
+
+
+class Admission(Frozen):
+    """Limits at the door; a request over one is rejected with a counted reason."""
+
+    max_input_tokens: int | None = Field(default=None, ge=1)
+    max_queue_requests: int | None = Field(
+        default=None, ge=1, description="most requests waiting or running in the chosen prefill cluster's queue"
+    )
+
+
+class Measure(Frozen):
+    """Horizon of an episode and the part of it that is measured."""
+
+    horizon_s: float = Field(default=3600.0, gt=0)
+    warmup_s: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if self.warmup_s >= self.horizon_s:
+            raise ValueError(f"warmup_s {self.warmup_s} must be below horizon_s {self.horizon_s}")
+        return self
+
+
+class RewardSettings(Frozen):
+    """Scales and prices of the rewards."""
+
+    scale: float = Field(default=20.0, gt=0, description="divides the reward")
+    reject_penalty_s: float = Field(
+        default=60.0, ge=0, description="seconds of waiting charged per rejected or aborted request"
+    )
+    egress_price_s_per_gbit: float = Field(
+        default=0.01, ge=0, description="`cost` reward: seconds of waiting that one Gbit of egress is worth"
+    )
+    conversion_price_s: float = Field(
+        default=5.0, ge=0, description="`cost` reward: seconds of waiting that one conversion is worth"
+    )
+
+
+class Scenario(Frozen):
+    """One deployment under one workload: everything that defines a run but the seed and the policy."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    model: ModelProfile
+    deployment: Deployment
+    workload: Workload
+    link_capacity: LinkCapacity = ConstantCapacity()
+    transport: Transport = Transport()
+    conversion: Conversion = Conversion()
+    control: Control = Control()
+    slo: Slo = Slo()
+    admission: Admission = Admission()
+    measure: Measure = Measure()
+    reward: RewardSettings = RewardSettings()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _from_catalogue(cls, value: Any) -> Any:
+        return load_model(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _hardware_known(self) -> Self:
+        known = sorted(self.model.hardware)
+        for cluster in (*self.deployment.prfaas, *self.deployment.pd):
+            if cluster.hardware not in self.model.hardware:
+                raise ValueError(
+                    f"deployment: cluster {cluster.name!r} names hardware {cluster.hardware!r}; "
+                    f"the model has {known}"
+                )
+        for cluster in self.deployment.pd:
+            if self.model.hardware[cluster.hardware].decode is None:
+                raise ValueError(
+                    f"deployment: pd cluster {cluster.name!r}: hardware {cluster.hardware!r} has no decode profile"
+                )
+        return self
+
+    def hardware_of(self, cluster: PrfaasCluster | PdCluster) -> HardwareProfile:
+        """Latency profile of a cluster's instances."""
+        return self.model.hardware[cluster.hardware]
+
+    @property
+    def hash(self) -> str:
+        """Hash of the resolved content (names and descriptions left out), 12 hex digits."""
+        content = self.model_dump(mode="json", exclude={"name", "description"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+    def replace(self, **changes: Any) -> Scenario:
+        """A copy with top-level fields replaced, validated anew."""
+        return Scenario.model_validate({**{k: getattr(self, k) for k in type(self).model_fields}, **changes})
+
+    def with_rate(self, rate_rps: float) -> Scenario:
+        """A copy with this mean arrival rate: set for Poisson, gamma and even spacing, scaled for regimes.
+
+        A trace has its own rate; scale its `speed` with `with_trace_speed` instead.
+        """
+        workload = self.workload
+        if isinstance(workload, TraceWorkload):
+            raise ValueError("a trace has its own arrival rate")
+        arrivals = workload.arrivals
+        if isinstance(arrivals, RegimeArrivals):
+            factor = rate_rps / arrivals.rate_rps.mean
+            chain = arrivals.rate_rps.model_copy(
+                update={"values": tuple(v * factor for v in arrivals.rate_rps.values)}
+            )
+            new: Any = RegimeArrivals(rate_rps=chain)
+        elif isinstance(arrivals, GammaArrivals):
+            new = GammaArrivals(rate_rps=rate_rps, shape=arrivals.shape)
+        else:
+            new = type(arrivals)(rate_rps=rate_rps)
+        return self.replace(
+            workload=SyntheticWorkload(
+                arrivals=new, input_tokens=workload.input_tokens, output_tokens=workload.output_tokens
+            )
+        )

@@ -1,0 +1,1 @@
+"""The world model: shared formulas, the link, the engines, the metrics."""

@@ -1,0 +1,145 @@
+"""The arithmetic of the world: one copy of every formula, called by both engines and by the router.
+
+Plain functions over numbers and one-dimensional arrays, without NumPy reductions, so that the interpreted
+and the compiled result are equal bit for bit. Time is int64 nanoseconds; a duration is rounded once,
+half-even, when it is scheduled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+NS_PER_S = 1_000_000_000
+BITS_PER_BYTE = 8
+#: A time that never comes, far below the int64 limit so that sums of a few of them do not overflow.
+NEVER_NS = 4_000_000_000_000_000_000
+
+
+def ns_from_s(seconds: float) -> int:
+    """Seconds (float) to nanoseconds (int), rounded half-even."""
+    return round(seconds * 1e9)
+
+
+def piecewise_s(
+    start_tokens: FloatArray, c0_s: FloatArray, c1_s: FloatArray, c2_s: FloatArray, tokens: float
+) -> float:
+    """Value in seconds at `tokens` of a piecewise quadratic.
+
+    Segment k holds for `start_tokens[k] <= tokens < start_tokens[k + 1]`; its value is
+    `c0 + c1 x + c2 x^2` with `x = tokens - start_tokens[k]`. Below the first start and above the last one
+    the first and last segment go on. All arrays have shape (n_segments,).
+    """
+    k = 0
+    n = len(start_tokens)
+    while k + 1 < n and start_tokens[k + 1] <= tokens:
+        k += 1
+    x = tokens - start_tokens[k]
+    return float(c0_s[k] + x * (c1_s[k] + x * c2_s[k]))
+
+
+def prefill_s(
+    start_tokens: FloatArray,
+    c0_s: FloatArray,
+    c1_s: FloatArray,
+    c2_s: FloatArray,
+    new_tokens: int,
+    cached_tokens: int,
+) -> float:
+    """Prefill time in seconds of `new_tokens` behind a cached prefix of `cached_tokens`.
+
+    With no cache it is the profile at the length (paper table 5). With a cache it is
+    `T(cached + new) - T(cached) + T(0)`: for a quadratic profile exactly the fixed cost, the linear cost of
+    the new tokens and their attention over the whole context.
+    """
+    if cached_tokens == 0:
+        value = piecewise_s(start_tokens, c0_s, c1_s, c2_s, float(new_tokens))
+    else:
+        value = (
+            piecewise_s(start_tokens, c0_s, c1_s, c2_s, float(cached_tokens + new_tokens))
+            - piecewise_s(start_tokens, c0_s, c1_s, c2_s, float(cached_tokens))
+            + piecewise_s(start_tokens, c0_s, c1_s, c2_s, 0.0)
+        )
+    return max(value, 0.0)
+
+
+def kv_transfer_bytes(
+    fixed_bytes: int,
+    bytes_per_token: int,
+    window_bytes_per_token: IntArray,
+    window_tokens: IntArray,
+    tokens: int,
+) -> int:
+    """Bytes of KV cache and state that cross the wire for `tokens` tokens (paper section 3.2, table 5).
+
+    `fixed_bytes` (recurrent state, short convolutions) go once per request; full-attention layers send
+    `bytes_per_token` each token; sliding-window group g sends its bytes for at most `window_tokens[g]`
+    tokens. Window arrays have shape (n_groups,).
+    """
+    total = fixed_bytes + bytes_per_token * tokens
+    for g in range(len(window_tokens)):
+        total += window_bytes_per_token[g] * min(tokens, window_tokens[g])
+    return int(total)
+
+
+def decode_step_s(a_s: float, b_s: float, c_s: float, batch: int, context_tokens: int) -> float:
+    """Decode step time in seconds: `a + b * batch + c * context tokens of the whole batch`."""
+    return a_s + b_s * batch + c_s * context_tokens
+
+
+def pipelined_open_ns(prefill_ns: int, n_layers: int) -> int:
+    """Delay from the start of a prefill to the opening of its layer-wise flow: T / n."""
+    return round(prefill_ns / n_layers)
+
+
+def pipelined_cap_bps(bits: float, prefill_ns: int) -> float:
+    """Rate cap of a layer-wise flow until its prefill ends: S / T, in bit/s."""
+    return bits / (prefill_ns / 1e9)
+
+
+def max_min_rates(capacity_bps: float, caps_bps: FloatArray, order: IntArray, rates_bps: FloatArray) -> bool:
+    """Max-min fair rates of flows that share one link (water-filling).
+
+    Args:
+        capacity_bps: capacity of the link, bit/s.
+        caps_bps: shape (n,), cap of each flow, bit/s; may be infinite.
+        order: shape (n,), flow positions sorted by rising cap (ties in any fixed order).
+        rates_bps: shape (n,), output.
+
+    Returns:
+        True if the link is the limit of at least one flow (some flow gets less than its cap).
+    """
+    left_bps = capacity_bps
+    left_flows = len(order)
+    limited = False
+    for k in range(len(order)):
+        i = order[k]
+        share_bps = left_bps / left_flows
+        if caps_bps[i] <= share_bps:
+            rates_bps[i] = caps_bps[i]
+        else:
+            rates_bps[i] = share_bps
+            limited = True
+        left_bps = max(left_bps - rates_bps[i], 0.0)
+        left_flows -= 1
+    return limited
+
+
+def flow_end_ns(now_ns: int, remaining_bits: float, rate_bps: float) -> int:
+    """Instant at which a flow of `remaining_bits` ends at a constant rate; NEVER_NS at rate 0."""
+    if remaining_bits <= 0.0:
+        return now_ns
+    if rate_bps <= 0.0:
+        return NEVER_NS
+    wait_ns = remaining_bits / rate_bps * 1e9
+    if wait_ns >= 1e18:
+        return NEVER_NS
+    return now_ns + round(wait_ns)
+
+
+def sent_bits(rate_bps: float, elapsed_ns: int) -> float:
+    """Bits sent at a constant rate in `elapsed_ns`."""
+    return rate_bps * (elapsed_ns / 1e9)

@@ -1,0 +1,1 @@
+"""Requests: arrivals, lengths, trace readers."""

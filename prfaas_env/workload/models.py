@@ -1,0 +1,159 @@
+"""Configuration of a workload: where arrivals, input lengths and output lengths come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from prfaas_env.base import Frozen
+
+
+class RegimeChain(Frozen):
+    """A value that holds for an exponential time, then is drawn anew (with replacement, so it may stay)."""
+
+    values: tuple[float, ...] = Field(min_length=1)
+    probabilities: tuple[float, ...] = Field(min_length=1)
+    mean_holding_s: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _distribution(self) -> Self:
+        if len(self.values) != len(self.probabilities):
+            raise ValueError(f"{len(self.values)} values but {len(self.probabilities)} probabilities")
+        if any(p < 0 for p in self.probabilities) or abs(sum(self.probabilities) - 1.0) > 1e-9:
+            raise ValueError(f"probabilities must be >= 0 and sum to 1, they sum to {sum(self.probabilities)}")
+        return self
+
+    @property
+    def mean(self) -> float:
+        """Long-run mean of the value."""
+        return sum(v * p for v, p in zip(self.values, self.probabilities, strict=True))
+
+
+class PoissonArrivals(Frozen):
+    """Independent exponential gaps."""
+
+    kind: Literal["poisson"] = "poisson"
+    rate_rps: float = Field(ge=0)
+
+
+class GammaArrivals(Frozen):
+    """Gamma gaps of shape k: squared coefficient of variation 1/k; shape 1 is Poisson, smaller is burstier."""
+
+    kind: Literal["gamma"] = "gamma"
+    rate_rps: float = Field(ge=0)
+    shape: float = Field(gt=0)
+
+
+class DeterministicArrivals(Frozen):
+    """Even spacing ("uniform" arrivals of the paper); the first request comes one gap after time 0."""
+
+    kind: Literal["deterministic"] = "deterministic"
+    rate_rps: float = Field(ge=0)
+
+
+class RegimeArrivals(Frozen):
+    """Poisson arrivals whose rate follows a regime chain."""
+
+    kind: Literal["regimes"] = "regimes"
+    rate_rps: RegimeChain
+
+
+Arrivals = Annotated[
+    PoissonArrivals | GammaArrivals | DeterministicArrivals | RegimeArrivals, Field(discriminator="kind")
+]
+
+
+class LogNormalLengths(Frozen):
+    """exp(Normal(mu, sigma)) truncated (not clipped) to [min_tokens, max_tokens], rounded down to whole tokens."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    mu: float | RegimeChain
+    sigma: float = Field(gt=0)
+    min_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.max_tokens <= self.min_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} must exceed min_tokens {self.min_tokens}")
+        return self
+
+
+class FixedLengths(Frozen):
+    """Every request the same."""
+
+    kind: Literal["fixed"] = "fixed"
+    tokens: int = Field(ge=1)
+
+
+class PoissonLengths(Frozen):
+    """Poisson around a mean that may follow a regime chain; at least `min_tokens`."""
+
+    kind: Literal["poisson"] = "poisson"
+    mean_tokens: float | RegimeChain
+    min_tokens: int = Field(default=1, ge=1)
+
+
+class EmpiricalLengths(Frozen):
+    """Drawn with replacement from a list of observed lengths."""
+
+    kind: Literal["empirical"] = "empirical"
+    tokens: tuple[int, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        if min(self.tokens) < 1:
+            raise ValueError("tokens must be at least 1")
+        return self
+
+
+Lengths = Annotated[
+    LogNormalLengths | FixedLengths | PoissonLengths | EmpiricalLengths, Field(discriminator="kind")
+]
+
+
+class SyntheticWorkload(Frozen):
+    """Requests drawn from laws."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    arrivals: Arrivals
+    input_tokens: Lengths
+    output_tokens: Lengths
+
+
+class TraceWorkload(Frozen):
+    """Requests read from a file.
+
+    `file` is a path (relative to the scenario file) or `bundled:NAME`. The slice [start_s, end_s) of trace
+    time is replayed from its own beginning, `speed` times as fast.
+    """
+
+    kind: Literal["trace"] = "trace"
+    file: str
+    format: Literal["mooncake", "azure"]
+    time_unit_s: float | None = Field(
+        default=None, gt=0, description="seconds per unit of the stamp; none = the format's"
+    )
+    block_tokens: int | None = Field(
+        default=None, ge=1, description="tokens per prefix block; none = inferred and printed"
+    )
+    start_s: float = Field(default=0.0, ge=0)
+    end_s: float | None = Field(default=None, gt=0)
+    speed: float = Field(default=1.0, gt=0)
+    spread: Literal["auto", "never", "always"] = Field(
+        default="auto",
+        description="spread equal stamps over their step with the seeded rule; auto = when under half are distinct",
+    )
+    zero_tokens: Literal["drop", "one", "refuse"] = Field(
+        default="drop", description="rows with zero input or output tokens: dropped and counted, set to 1, refused"
+    )
+
+    @model_validator(mode="after")
+    def _slice(self) -> Self:
+        if self.end_s is not None and self.end_s <= self.start_s:
+            raise ValueError(f"end_s {self.end_s} must exceed start_s {self.start_s}")
+        return self
+
+
+Workload = Annotated[SyntheticWorkload | TraceWorkload, Field(discriminator="kind")]

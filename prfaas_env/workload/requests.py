@@ -1,0 +1,51 @@
+"""The request table: the whole workload of an episode, drawn at reset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prfaas_env.simulator.formulas import IntArray
+
+
+@dataclass(frozen=True)
+class RequestTable:
+    """All requests of an episode in order of arrival (ties keep their order).
+
+    Arrays are int64 of shape (n,). `session` is -1 where there is none. Prefix blocks of request i are
+    `block_ids[block_offsets[i]:block_offsets[i + 1]]`, each of `block_tokens` tokens (0 = no prefix data).
+    """
+
+    arrival_ns: IntArray
+    input_tokens: IntArray
+    output_tokens: IntArray
+    session: IntArray
+    block_offsets: IntArray
+    block_ids: IntArray
+    block_tokens: int = 0
+    #: One line per rule that was applied while reading or drawing (spread, dropped rows, inferred units).
+    notes: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.arrival_ns)
+
+    @classmethod
+    def without_prefixes(
+        cls,
+        arrival_ns: IntArray,
+        input_tokens: IntArray,
+        output_tokens: IntArray,
+        notes: tuple[str, ...] = (),
+    ) -> RequestTable:
+        """A table with neither sessions nor prefix data."""
+        n = len(arrival_ns)
+        return cls(
+            arrival_ns=arrival_ns,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            session=np.full(n, -1, dtype=np.int64),
+            block_offsets=np.zeros(n + 1, dtype=np.int64),
+            block_ids=np.zeros(0, dtype=np.int64),
+            notes=notes,
+        )
