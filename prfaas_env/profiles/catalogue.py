@@ -1,10 +1,14 @@
-"""The catalogue of published models and the reader of HuggingFace `config.json` files."""
+"""The catalogue of published models: one YAML file per model in `data/`."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from functools import cache
+from importlib.resources import files
 
-from prfaas_env.base import Frozen
+import yaml
+from pydantic import Field, ValidationError
+
+from prfaas_env.base import Frozen, first_error
 from prfaas_env.profiles.kv import KVLayout
 from prfaas_env.profiles.latency import HardwareProfile
 
@@ -19,6 +23,20 @@ class ModelProfile(Frozen):
     max_input_tokens: int | None = Field(default=None, ge=1, description="native limit of the model, if any")
 
 
+@cache
+def model_names() -> tuple[str, ...]:
+    """Names of the catalogue, sorted."""
+    data = files("prfaas_env.profiles") / "data"
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in data.iterdir() if f.name.endswith(".yaml")))
+
+
+@cache
 def load_model(name: str) -> ModelProfile:
     """Catalogue entry `name`; ValueError naming the known ones if there is none."""
-    raise NotImplementedError
+    if name not in model_names():
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(model_names())}")
+    path = files("prfaas_env.profiles") / "data" / f"{name}.yaml"
+    try:
+        return ModelProfile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise first_error(error, path.name) from None
