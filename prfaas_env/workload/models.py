@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -21,13 +22,21 @@ class RegimeChain(Frozen):
         if len(self.values) != len(self.probabilities):
             raise ValueError(f"{len(self.values)} values but {len(self.probabilities)} probabilities")
         if any(p < 0 for p in self.probabilities) or abs(sum(self.probabilities) - 1.0) > 1e-9:
-            raise ValueError(f"probabilities must be >= 0 and sum to 1, they sum to {sum(self.probabilities)}")
+            raise ValueError(
+                f"probabilities must be >= 0 and sum to 1, they sum to {sum(self.probabilities)}"
+            )
         return self
 
     @property
     def mean(self) -> float:
         """Long-run mean of the value."""
         return sum(v * p for v, p in zip(self.values, self.probabilities, strict=True))
+
+
+def _refuse_negative(field: str, value: float | RegimeChain) -> None:
+    lowest = min(value.values) if isinstance(value, RegimeChain) else value
+    if lowest < 0:
+        raise ValueError(f"{field} must be 0 or more, found {lowest}")
 
 
 class PoissonArrivals(Frozen):
@@ -38,7 +47,7 @@ class PoissonArrivals(Frozen):
 
 
 class GammaArrivals(Frozen):
-    """Gamma gaps of shape k: squared coefficient of variation 1/k; shape 1 is Poisson, smaller is burstier."""
+    """Gamma gaps of shape k: squared coefficient of variation 1/k; shape 1 is Poisson, below is burstier."""
 
     kind: Literal["gamma"] = "gamma"
     rate_rps: float = Field(ge=0)
@@ -58,6 +67,11 @@ class RegimeArrivals(Frozen):
     kind: Literal["regimes"] = "regimes"
     rate_rps: RegimeChain
 
+    @model_validator(mode="after")
+    def _not_negative(self) -> Self:
+        _refuse_negative("rate_rps", self.rate_rps)
+        return self
+
 
 Arrivals = Annotated[
     PoissonArrivals | GammaArrivals | DeterministicArrivals | RegimeArrivals, Field(discriminator="kind")
@@ -65,7 +79,7 @@ Arrivals = Annotated[
 
 
 class LogNormalLengths(Frozen):
-    """exp(Normal(mu, sigma)) truncated (not clipped) to [min_tokens, max_tokens], rounded down to whole tokens."""
+    """exp(Normal(mu, sigma)) truncated (not clipped) to [min_tokens, max_tokens], rounded down."""
 
     kind: Literal["lognormal"] = "lognormal"
     mu: float | RegimeChain
@@ -78,6 +92,10 @@ class LogNormalLengths(Frozen):
         if self.max_tokens <= self.min_tokens:
             raise ValueError(f"max_tokens {self.max_tokens} must exceed min_tokens {self.min_tokens}")
         return self
+
+    def standard_range(self, mu: float) -> tuple[float, float]:
+        """[min_tokens, max_tokens] in standard deviations of the logarithm from `mu`."""
+        return (math.log(self.min_tokens) - mu) / self.sigma, (math.log(self.max_tokens) - mu) / self.sigma
 
 
 class FixedLengths(Frozen):
@@ -93,6 +111,11 @@ class PoissonLengths(Frozen):
     kind: Literal["poisson"] = "poisson"
     mean_tokens: float | RegimeChain
     min_tokens: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _not_negative(self) -> Self:
+        _refuse_negative("mean_tokens", self.mean_tokens)
+        return self
 
 
 class EmpiricalLengths(Frozen):
@@ -143,10 +166,11 @@ class TraceWorkload(Frozen):
     speed: float = Field(default=1.0, gt=0)
     spread: Literal["auto", "never", "always"] = Field(
         default="auto",
-        description="spread equal stamps over their step with the seeded rule; auto = when under half are distinct",
+        description="spread equal stamps over their step, seeded; auto = when under half are distinct",
     )
     zero_tokens: Literal["drop", "one", "refuse"] = Field(
-        default="drop", description="rows with zero input or output tokens: dropped and counted, set to 1, refused"
+        default="drop",
+        description="rows with zero input or output tokens: dropped and counted, set to 1, refused",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,51 @@
+"""The whole workload of an episode as one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prfaas_env.simulator.formulas import NS_PER_S
+from prfaas_env.workload.arrivals import sample_arrivals_ns
+from prfaas_env.workload.lengths import sample_lengths
+from prfaas_env.workload.models import SyntheticWorkload, TraceWorkload, Workload
+from prfaas_env.workload.requests import RequestTable
+
+
+def generate_requests(
+    workload: Workload,
+    *,
+    seed: int,
+    horizon_s: float | None = None,
+    n_requests: int | None = None,
+    base_dir: Path | None = None,
+) -> RequestTable:
+    """Draw or read all requests of an episode.
+
+    Arrivals, input lengths and output lengths come from separate streams of the episode seed, so that another
+    law for one of them leaves the others as they are.
+
+    Args:
+        workload: synthetic laws or a trace.
+        seed: episode seed; the same seed gives the same table.
+        horizon_s: arrivals in [0, horizon_s).
+        n_requests: the first `n_requests` instead.
+        base_dir: folder against which a relative trace path is read.
+
+    Raises:
+        PrfaasError: limits that make no sense.
+    """
+    if isinstance(workload, TraceWorkload):
+        raise NotImplementedError
+    return _synthetic(workload, seed, horizon_s, n_requests)
+
+
+def _synthetic(
+    workload: SyntheticWorkload, seed: int, horizon_s: float | None, n_requests: int | None
+) -> RequestTable:
+    arrival_ns = sample_arrivals_ns(workload.arrivals, seed, horizon_s=horizon_s, n_requests=n_requests)
+    arrival_s = arrival_ns / NS_PER_S
+    return RequestTable.without_prefixes(
+        arrival_ns,
+        sample_lengths(workload.input_tokens, arrival_s, seed, "input_lengths"),
+        sample_lengths(workload.output_tokens, arrival_s, seed, "output_lengths"),
+    )
