@@ -40,6 +40,7 @@ class PdCluster(Frozen):
         default=None, ge=0, description="fewest active prefill instances; default 1, or 0 if it starts with none"
     )
     min_decode: int = Field(default=1, ge=1)
+    arrival_share: float = Field(default=1.0, ge=0, description="weight of this cluster's share of the arrivals")
     rdma_bps: Bps = Field(default=800e9, gt=0, description="KV hand-over inside the cluster, bit/s per node")
     rdma_latency_s: float = Field(default=0.0, ge=0)
 

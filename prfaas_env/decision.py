@@ -1,0 +1,235 @@
+"""What a scheduler can decide: values, clocks, masks, and decoding from an action array.
+
+A `Decision` holds any value; the grids below belong to the decoding of actions alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+#: Margin grid in seconds: offload always, 11 margins, never. Index 6 is "no change": earliest finish.
+MARGIN_GRID_S: tuple[float, ...] = (
+    -math.inf,
+    -30.0,
+    -8.0,
+    -4.0,
+    -2.0,
+    -1.0,
+    0.0,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    30.0,
+    math.inf,
+)
+THRESHOLD_MIN_TOKENS = 1_000
+THRESHOLD_MAX_TOKENS = 131_072
+#: The paper's optimum takes the place of the grid value nearest to it.
+PAPER_THRESHOLD_TOKENS = 19_400
+#: Largest finite margin of the continuous form, in seconds.
+MARGIN_MAX_S = 30.0
+
+
+def _threshold_grid() -> tuple[float, ...]:
+    grid = [float(round(x)) for x in np.geomspace(THRESHOLD_MIN_TOKENS, THRESHOLD_MAX_TOKENS, 16)]
+    nearest = min(range(len(grid)), key=lambda k: abs(grid[k] - PAPER_THRESHOLD_TOKENS))
+    grid[nearest] = float(PAPER_THRESHOLD_TOKENS)
+    return (0.0, *grid, math.inf)
+
+
+#: Threshold grid in tokens: 0 (all remote), 16 log-spaced values, infinity (all local).
+THRESHOLD_GRID_TOKENS = _threshold_grid()
+
+CacheRule = Literal["scarce", "abundant"]
+Routing = Literal["threshold", "margin"]
+ActionForm = Literal["discrete", "continuous"]
+
+
+class Move(enum.IntEnum):
+    """A node move inside one PD cluster; the value is its index in the action."""
+
+    PREFILL_TO_DECODE = 0
+    NONE = 1
+    DECODE_TO_PREFILL = 2
+
+
+N_MOVES = len(Move)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDecision:
+    """Decision for one PD cluster.
+
+    Exactly one of `threshold_tokens` (offload when the incremental length exceeds it; at equality local) and
+    `margin_s` (offload when predicted remote first-token time + margin < predicted local one) is set; both
+    may be infinite. `cache_rule` is the paper's scarce/abundant choice (section 3.4.3).
+    """
+
+    threshold_tokens: float | None = None
+    margin_s: float | None = None
+    move: Move = Move.NONE
+    cache_rule: CacheRule = "scarce"
+
+    def __post_init__(self) -> None:
+        if (self.threshold_tokens is None) == (self.margin_s is None):
+            raise ValueError("a decision needs exactly one of threshold_tokens and margin_s")
+        value = self.threshold_tokens if self.threshold_tokens is not None else self.margin_s
+        if value is None or math.isnan(value):
+            raise ValueError("a threshold or margin must be a number")
+        if self.threshold_tokens is not None and self.threshold_tokens < 0:
+            raise ValueError(f"threshold_tokens must be >= 0, found {self.threshold_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One `ClusterDecision` per PD cluster, in the order of the deployment."""
+
+    clusters: tuple[ClusterDecision, ...]
+
+    @classmethod
+    def same(cls, n_pd: int, **fields: Any) -> Decision:
+        """The same decision for every PD cluster."""
+        return cls((ClusterDecision(**fields),) * n_pd)
+
+
+def offload_by_threshold(incremental_tokens: int, threshold_tokens: float) -> bool:
+    """The paper's rule (section 3.4.3): remote when l > t; at equality local."""
+    return incremental_tokens > threshold_tokens
+
+
+def offload_by_margin(remote_s: float, local_s: float, margin_s: float) -> bool:
+    """Remote when its predicted first-token time plus the margin is below the local one.
+
+    An infinite margin decides alone, whatever the predictions.
+    """
+    if margin_s == math.inf:
+        return False
+    if margin_s == -math.inf:
+        return True
+    return remote_s + margin_s < local_s
+
+
+def legal_moves(
+    on_conversion_tick: bool,
+    converting: int,
+    active_prefill: int,
+    active_decode: int,
+    min_prefill: int,
+    min_decode: int,
+    prefill_queue_requests: int,
+) -> tuple[bool, bool, bool]:
+    """Legality of each `Move` in one PD cluster now.
+
+    A conversion is legal on a conversion tick when none is under way and the role it leaves keeps its
+    minimum; the last prefill instance stays while its queue holds requests (they are never re-routed).
+    """
+    free = on_conversion_tick and converting == 0
+    to_decode = (
+        free and active_prefill - 1 >= min_prefill and (active_prefill > 1 or prefill_queue_requests == 0)
+    )
+    to_prefill = free and active_decode - 1 >= min_decode
+    return (to_decode and active_prefill >= 1, True, to_prefill)
+
+
+def is_conversion_tick(tick: int, ticks_per_conversion: int) -> bool:
+    """Whether conversions are legal at decision number `tick` (from 0): multiples k >= 1 of the slow clock."""
+    return tick > 0 and tick % ticks_per_conversion == 0
+
+
+@dataclass(frozen=True)
+class ActionCodec:
+    """Action arrays to decisions and back, for a number of PD clusters.
+
+    Discrete: `MultiDiscrete([18, 3] * n_pd)` for thresholds, `[13, 3] * n_pd` for margins. Continuous:
+    `Box(-1, 1, (2 * n_pd,))`; the first value maps log-spaced to 1,000..131,072 tokens, or symmetrically
+    log-spaced to -30..30 s with the ends -1 and 1 meaning always and never; the second one by thirds to the
+    moves. The parts never constrain each other.
+    """
+
+    n_pd: int
+    routing: Routing
+    form: ActionForm
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Grid of the routing part of the discrete form."""
+        return MARGIN_GRID_S if self.routing == "margin" else THRESHOLD_GRID_TOKENS
+
+    def space(self) -> spaces.Space[Any]:
+        """The Gymnasium action space."""
+        if self.form == "discrete":
+            return spaces.MultiDiscrete([len(self.grid), N_MOVES] * self.n_pd)
+        return spaces.Box(-1.0, 1.0, shape=(2 * self.n_pd,), dtype=np.float32)
+
+    def _cluster(self, routing_value: float, move: Move) -> ClusterDecision:
+        if self.routing == "margin":
+            return ClusterDecision(margin_s=routing_value, move=move)
+        return ClusterDecision(threshold_tokens=routing_value, move=move)
+
+    def decode(self, action: NDArray[Any] | Sequence[Any]) -> Decision:
+        """Decision of an action array of shape (2 * n_pd,); ValueError names a wrong shape or range."""
+        array = np.asarray(action)
+        if array.shape != (2 * self.n_pd,):
+            raise ValueError(f"action must have shape ({2 * self.n_pd},), found {array.shape}")
+        clusters = []
+        for i in range(self.n_pd):
+            first, second = array[2 * i], array[2 * i + 1]
+            if self.form == "discrete":
+                if not (0 <= first < len(self.grid) and 0 <= second < N_MOVES):
+                    raise ValueError(
+                        f"action part {i} is ({first}, {second}); allowed 0..{len(self.grid) - 1}, 0..{N_MOVES - 1}"
+                    )
+                clusters.append(self._cluster(self.grid[int(first)], Move(int(second))))
+            else:
+                if not (np.isfinite(first) and np.isfinite(second)):
+                    raise ValueError(f"action part {i} is not finite: ({first}, {second})")
+                x = min(max(float(first), -1.0), 1.0)
+                y = min(max(float(second), -1.0), 1.0)
+                value = _margin_of_unit(x) if self.routing == "margin" else _threshold_of_unit(x)
+                clusters.append(self._cluster(value, Move(min(int((y + 1.0) * 1.5), 2))))
+        return Decision(tuple(clusters))
+
+    def neutral(self) -> NDArray[Any]:
+        """The action "no change": margin 0 (earliest finish) or the paper's threshold, and no move."""
+        if self.form == "discrete":
+            target = 0.0 if self.routing == "margin" else float(PAPER_THRESHOLD_TOKENS)
+            return np.array([self.grid.index(target), int(Move.NONE)] * self.n_pd, dtype=np.int64)
+        x = 0.0 if self.routing == "margin" else _unit_of_threshold(float(PAPER_THRESHOLD_TOKENS))
+        return np.array([x, 0.0] * self.n_pd, dtype=np.float32)
+
+    def masks(self, moves: Sequence[Sequence[bool]]) -> NDArray[np.bool_]:
+        """Flat mask of the discrete form (sb3-contrib order), from `legal_moves` of each PD cluster."""
+        parts: list[bool] = []
+        for legal in moves:
+            parts.extend([True] * len(self.grid))
+            parts.extend(legal)
+        return np.array(parts, dtype=np.bool_)
+
+
+_LOG_SPAN = math.log(THRESHOLD_MAX_TOKENS / THRESHOLD_MIN_TOKENS)
+_MARGIN_SCALE_S = 1.0
+
+
+def _threshold_of_unit(x: float) -> float:
+    return THRESHOLD_MIN_TOKENS * math.exp((x + 1.0) / 2.0 * _LOG_SPAN)
+
+
+def _unit_of_threshold(tokens: float) -> float:
+    return 2.0 * math.log(tokens / THRESHOLD_MIN_TOKENS) / _LOG_SPAN - 1.0
+
+
+def _margin_of_unit(x: float) -> float:
+    if abs(x) >= 1.0:
+        return math.copysign(math.inf, x)
+    return math.copysign(
+        _MARGIN_SCALE_S * math.expm1(abs(x) * math.log1p(MARGIN_MAX_S / _MARGIN_SCALE_S)), x
+    )

@@ -1,0 +1,122 @@
+"""The policy protocol, and policies by name.
+
+A policy maps telemetry to a decision. It cannot tell whether it runs in the simulator or in the router:
+both call `reset` once and then `decide` on every tick of the fast clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Protocol, runtime_checkable
+
+import yaml
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.decision import Decision
+from prfaas_env.scenarios.models import Scenario
+from prfaas_env.telemetry import Telemetry, TelemetrySchema
+
+_GROUP = "prfaas.policies"
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """What a policy may know before the first tick: the planned scenario (nominal values, laws of the load), the
+    telemetry schema, and a seed for randomness of its own. Never the drawn workload or true link capacity."""
+
+    scenario: Scenario
+    schema: TelemetrySchema
+    seed: int
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Telemetry in, decision out.
+
+    `constant` is True for a policy whose decision never changes: it may be asked once per episode.
+    """
+
+    constant: bool
+
+    def reset(self, context: PolicyContext) -> None:
+        """Start an episode."""
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        """Decision for the interval that starts now."""
+
+
+def policy_names() -> list[str]:
+    """Names of the installed policies."""
+    return sorted({entry.name for entry in metadata.entry_points(group=_GROUP)})
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise PrfaasError(f"policy {name!r}: module {module_name!r} cannot be imported: {error}") from None
+        if not hasattr(module, attribute):
+            raise PrfaasError(f"policy {name!r}: module {module_name!r} has no {attribute!r}")
+        return getattr(module, attribute)  # type: ignore[no-any-return]
+    for entry in metadata.entry_points(group=_GROUP):
+        if entry.name == name:
+            try:
+                return entry.load()  # type: ignore[no-any-return]
+            except ImportError as error:
+                raise PrfaasError(f"policy {name!r}: cannot be loaded: {error}") from None
+    raise PrfaasError(
+        f"unknown policy {name!r}; installed: {', '.join(policy_names()) or 'none'}; or give module:Class"
+    )
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """(name, parameters) of `name`, `name:key=value,...`, `module:Class` or `module:Class:key=value,...`."""
+    parts = spec.split(":")
+    for k in range(1, len(parts)):
+        if "=" in parts[k]:
+            return ":".join(parts[:k]), ":".join(parts[k:])
+    return spec, ""
+
+
+def make_policy(spec: str) -> Policy:
+    """A policy from `NAME[:key=value,...]` or `module:Class[:key=value,...]`.
+
+    Raises:
+        PrfaasError: unknown policy or parameter, or a value that the policy refuses; one line.
+    """
+    name, text = _split(spec)
+    factory = _factory(name)
+    parameters: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise PrfaasError(f"policy {spec!r}: {item!r} is not key=value")
+        if key in parameters:
+            raise PrfaasError(f"policy {spec!r}: parameter {key!r} is given twice")
+        parsed = yaml.safe_load(value)
+        if isinstance(parsed, str):
+            try:
+                parsed = float(parsed)  # YAML reads 1e4 and inf as text
+            except ValueError:
+                pass
+        parameters[key] = parsed
+    known = inspect.signature(factory).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        for key in parameters:
+            if key not in known:
+                raise PrfaasError(
+                    f"policy {name!r}: unknown parameter {key!r}; known: {', '.join(known) or 'none'}"
+                )
+    try:
+        policy = factory(**parameters)
+    except (TypeError, ValueError) as error:
+        raise PrfaasError(f"policy {spec!r}: {error}") from None
+    if not isinstance(policy, Policy):
+        raise PrfaasError(f"policy {spec!r}: {factory!r} does not make a policy (reset, decide, constant)")
+    return policy

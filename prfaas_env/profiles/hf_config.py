@@ -1,0 +1,291 @@
+"""Reads the attention geometry of a model from its HuggingFace `config.json`.
+
+The families of the catalogue are understood, in their own spelling:
+
+| what | fields |
+|---|---|
+| full attention (Qwen3, MiniMax-M2, Llama) | `num_key_value_heads`, `head_dim`, `v_head_dim` |
+| latent attention (DeepSeek, Kimi, Ring) | `kv_lora_rank`, `qk_rope_head_dim` |
+| sliding windows | `layer_types`, `hybrid_layer_pattern` with `swa_*` (MiMo), `sliding_window_pattern` (Gemma) |
+| gated delta net (Qwen3-Next, Qwen3.5) | `layer_types` or `full_attention_interval`, `linear_*` |
+| KDA (Kimi Linear) | `linear_attn_config` with 1-based (or 0-based) layer lists |
+| lightning or KDA (Bailing, Ring) | `layer_group_size`, `short_conv_kernel_size` where it is KDA |
+| lightning (MiniMax-01, M1) | `attn_type_list` or `layer_types` |
+
+What changes the cache in a way that is not understood is refused by name, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.profiles.geometry import (
+    AttentionGeometry,
+    FullAttention,
+    LatentAttention,
+    LayerGroup,
+    LinearAttention,
+    SlidingAttention,
+)
+from prfaas_env.profiles.kv import KVLayout
+
+ConfigSource = str | PathLike[str] | Mapping[str, Any]
+
+#: Where multimodal configs keep the language model.
+_TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
+
+#: Fields that change the cache in a way not modelled here, and what they stand for.
+_UNSUPPORTED_FIELDS = {
+    "index_topk": "a sparse-attention indexer with its own cache",
+    "index_head_dim": "a sparse-attention indexer with its own cache",
+    "sparse_attention_config": "a sparse-attention indexer with its own cache",
+    "compress_ratios": "compressed attention",
+    "hybrid_override_pattern": "state-space layers",
+    "layers_block_type": "state-space layers",
+    "attn_layer_period": "state-space layers",
+    "attn_layer_indices": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "mamba_num_heads": "state-space layers",
+    "ssm_cfg": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "full_attn_idxs": "convolution layers",
+    "conv_L_cache": "convolution layers",
+    "local_layer_ids": "local layers of their own kind",
+    "num_kv_shared_layers": "layers that share one cache",
+    "cla_share_factor": "layers that share one cache",
+    "attention_k_eq_v": "keys that are also the values",
+    "global_head_dim": "full layers with heads of their own size",
+    "num_global_key_value_heads": "full layers with heads of their own size",
+    "attention_other_setting": "windowed layers with heads of their own size",
+    "block_configs": "layers that differ one by one",
+    "cross_attention_layers": "cross-attention layers",
+}
+_UNSUPPORTED_MODEL_TYPES = {
+    "deepseek_v32": "a sparse-attention indexer with its own cache",
+    "deepseek_v4": "compressed attention",
+    "glm_moe_dsa": "a sparse-attention indexer with its own cache",
+}
+#: Models whose `sliding_window`, where it is set without a layer list, holds for every layer.
+_ALL_LAYERS_SLIDE = ("mistral", "mixtral")
+#: Fields that count extra prediction layers; layer lists may include them at their end.
+_EXTRA_LAYER_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_LAYER_KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "linear_attention": "linear",
+}
+
+
+class _Config:
+    """The text section of one config, with the sections around it as fall-back, and its error messages."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._sections: list[tuple[str, Mapping[str, Any]]] = [("", content)]
+        while True:
+            prefix, section = self._sections[0]
+            inner = next((name for name in _TEXT_SECTIONS if isinstance(section.get(name), Mapping)), None)
+            if inner is None:
+                break
+            self._sections.insert(0, (f"{prefix}{inner}.", section[inner]))
+
+    def path(self, field: str) -> str:
+        """`field` with the section it was found in (or should be in)."""
+        for prefix, section in self._sections:
+            if field in section:
+                return prefix + field
+        return self._sections[0][0] + field
+
+    def refuse(self, field: str, message: str) -> NoReturn:
+        raise PrfaasError(f"{self.where}: {self.path(field)}: {message}")
+
+    def get(self, field: str) -> Any:
+        """Value of `field`, or None where it is absent or null."""
+        for _, section in self._sections:
+            if field in section:
+                return section[field]
+        return None
+
+    def count(self, field: str, *others: str, default: int | None = None) -> int:
+        """A positive integer from the first of the fields that is set; refused where none is and no default."""
+        for name in (field, *others):
+            if self.get(name) is not None:
+                return self._positive(name, self.get(name))
+        if default is not None:
+            return default
+        also = f" (or {', '.join(others)})" if others else ""
+        self.refuse(field, f"missing{also}; a positive whole number is needed")
+
+    def _positive(self, field: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.refuse(field, f"must be a positive whole number (found {value!r})")
+        return value
+
+    def layer_list(self, field: str, n_layers: int) -> list[Any]:
+        """The list `field`, one item per layer; extra prediction layers at its end are cut off."""
+        value = self.get(field)
+        if not isinstance(value, list):
+            self.refuse(field, f"must be a list with one item per layer (found {value!r})")
+        extra = sum(self.count(name, default=0) for name in _EXTRA_LAYER_FIELDS if self.get(name))
+        if len(value) not in {n_layers, n_layers + extra}:
+            self.refuse(field, f"has {len(value)} items but num_hidden_layers is {n_layers}")
+        return value[:n_layers]
+
+
+def _read(source: ConfigSource) -> tuple[Mapping[str, Any], str]:
+    """Content of a config and the name that error messages give it."""
+    if isinstance(source, Mapping):
+        return source, "config"
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PrfaasError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise PrfaasError(f"{path}: not a JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise PrfaasError(f"{path}: must be a JSON object, found {type(content).__name__}")
+    return content, str(path)
+
+
+# Which layer is of which kind -------------------------------------------------------------------------------
+
+
+def _kinds_from_linear_attn_config(config: _Config, n_layers: int) -> list[str]:
+    """Kimi Linear: the lists name layers from 1 (published) or from 0, told apart by what they cover."""
+    field = "linear_attn_config"
+    section = config.get(field)
+    if not isinstance(section, Mapping):
+        config.refuse(field, f"must be an object (found {section!r})")
+    lists = {name: section[name] for name in ("full_attn_layers", "kda_layers") if section.get(name) is not None}
+    if not lists:
+        config.refuse(field, "has neither full_attn_layers nor kda_layers")
+    for name, value in lists.items():
+        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+            config.refuse(field, f"{name} must be a list of layer numbers (found {value!r})")
+    named = [i for value in lists.values() for i in value]
+    base = 0 if 0 in named else 1
+    numbers = range(base, base + n_layers)
+    if len(set(named)) != len(named) or not set(named) <= set(numbers):
+        config.refuse(
+            field, f"{' and '.join(lists)} must name each of the layers {base}..{numbers[-1]} at most once"
+        )
+    if len(lists) == 2 and len(named) != n_layers:
+        config.refuse(field, f"full_attn_layers and kda_layers name {len(named)} of {n_layers} layers")
+    if "full_attn_layers" in lists:
+        return ["full" if i in lists["full_attn_layers"] else "linear" for i in numbers]
+    return ["linear" if i in lists["kda_layers"] else "full" for i in numbers]
+
+
+def _kinds_from_layer_types(config: _Config, n_layers: int) -> list[str]:
+    field = "layer_types"
+    kinds = []
+    for i, name in enumerate(config.layer_list(field, n_layers)):
+        if not isinstance(name, str) or name not in _LAYER_KINDS:
+            config.refuse(field, f"unknown layer type {name!r} at layer {i}; known: {', '.join(_LAYER_KINDS)}")
+        kinds.append(_LAYER_KINDS[name])
+    return kinds
+
+
+def _kinds_from_flags(config: _Config, n_layers: int, field: str, kinds: tuple[str, str]) -> list[str]:
+    """A list of 0 and 1, one per layer; `kinds` is what they mean."""
+    flags = config.layer_list(field, n_layers)
+    for i, flag in enumerate(flags):
+        if flag not in (0, 1):
+            config.refuse(field, f"unknown layer type {flag!r} at layer {i}; known: 0 ({kinds[0]}), 1 ({kinds[1]})")
+    return [kinds[int(flag)] for flag in flags]
+
+
+def _every_nth_full(n_layers: int, interval: int, other: str) -> list[str]:
+    return ["full" if (i + 1) % interval == 0 else other for i in range(n_layers)]
+
+
+def _kinds_from_layer_group_size(config: _Config, n_layers: int) -> list[str]:
+    """Bailing: the last layer of each group is full. Readers disagree on a broken last group: refused."""
+    size = config.count("layer_group_size")
+    if n_layers % size:
+        config.refuse("layer_group_size", f"num_hidden_layers {n_layers} is not a multiple of it (found {size})")
+    return _every_nth_full(n_layers, size, "linear")
+
+
+def _kinds_from_window(config: _Config, n_layers: int) -> list[str]:
+    """No layer list at all: full attention, unless a window is switched on."""
+    field = "sliding_window"
+    if config.get(field) is None or config.get("use_sliding_window") is False:
+        return ["full"] * n_layers
+    if config.get("use_sliding_window") is True and config.get("max_window_layers") is not None:
+        first = config.count("max_window_layers")
+        return ["full" if i < first else "sliding" for i in range(n_layers)]
+    if config.get("model_type") in _ALL_LAYERS_SLIDE:
+        return ["sliding"] * n_layers
+    config.refuse(field, f"found {config.get(field)!r} but no layer_types: which layers slide is not stated")
+
+
+_SPELLINGS: dict[str, Callable[[_Config, int], list[str]]] = {
+    "linear_attn_config": _kinds_from_linear_attn_config,
+    "layer_types": _kinds_from_layer_types,
+    "hybrid_layer_pattern": lambda c, n: _kinds_from_flags(c, n, "hybrid_layer_pattern", ("full", "sliding")),
+    "attn_type_list": lambda c, n: _kinds_from_flags(c, n, "attn_type_list", ("linear", "full")),
+    "full_attention_interval": lambda c, n: _every_nth_full(n, c.count("full_attention_interval"), "linear"),
+    "layer_group_size": _kinds_from_layer_group_size,
+    "sliding_window_pattern": lambda c, n: _every_nth_full(n, c.count("sliding_window_pattern"), "sliding"),
+}
+
+
+def _layer_kinds(config: _Config, n_layers: int) -> list[str]:
+    """`full`, `sliding` or `linear` for each layer, from the first spelling that the config has."""
+    for field, reader in _SPELLINGS.items():
+        if config.get(field) is not None:
+            return reader(config, n_layers)
+    return _kinds_from_window(config, n_layers)
+
+
+# What a layer of a kind keeps -------------------------------------------------------------------------------
+
+
+def _head_dim(config: _Config) -> int:
+    """`head_dim`, or hidden_size / num_attention_heads where it is not stated."""
+    if config.get("head_dim") is not None:
+        return config.count("head_dim")
+    if config.get("hidden_size") is None:
+        config.refuse("head_dim", "missing, and no hidden_size to derive it from")
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if hidden % heads:
+        config.refuse("head_dim", f"missing, and hidden_size {hidden} is not a multiple of {heads} heads")
+    return hidden // heads
+
+
+def _kv_heads(config: _Config) -> int:
+    """`num_key_value_heads`; an explicit null means one per attention head."""
+    field = "num_key_value_heads"
+    if config.get(field) is None and field in config.path(field) and _is_null(config, field):
+        return config.count("num_attention_heads")
+    return config.count(field)
+
+
+def _full_group(config: _Config, layers: int, dtype_bytes: int) -> LayerGroup:
+    if config.get("kv_lora_rank") is not None:
+        return LatentAttention(
+            layers=layers,
+            latent_rank=config.count("kv_lora_rank"),
+            rope_dim=config.count("qk_rope_head_dim"),
+            dtype_bytes=dtype_bytes,
+        )
+    k_head_dim = _head_dim(config)
+    return FullAttention(
+        layers=layers,
+        kv_heads=_kv_heads(config),
+        k_head_dim=k_head_dim,
+        v_head_dim=config.count("v_head_dim", default=k_head_dim),
+        dtype_bytes=dtype_bytes,
+    )

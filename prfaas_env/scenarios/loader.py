@@ -1,0 +1,186 @@
+"""Scenarios from YAML: `extends`, deployments by name, overrides, one-line errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from prfaas_env.base import PrfaasError, first_error
+from prfaas_env.scenarios.models import Scenario
+
+_DATA = resources.files("prfaas_env.scenarios") / "data"
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice (YAML would silently keep the last)."""
+
+
+def _unique_mapping(loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+        if key in seen:
+            mark = key_node.start_mark
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping from a file; PrfaasError with file and line if it is not one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PrfaasError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PrfaasError(f"{path}: is not UTF-8 text") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """A YAML mapping from text; `where` names it in errors."""
+    try:
+        content = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise PrfaasError(f"{where}:{line}: not valid YAML: {error.problem}") from None
+    if not isinstance(content, dict):
+        raise PrfaasError(f"{where}: expected a mapping of scenario fields, found {type(content).__name__}")
+    return content
+
+
+def scenario_names() -> list[str]:
+    """Names of the scenarios that ship with the package."""
+    return sorted(p.name.removesuffix(".yaml") for p in _DATA.iterdir() if p.name.endswith(".yaml"))
+
+
+def _merge(base: Any, change: Any) -> Any:
+    """`change` laid over `base`: mappings merge, except that one with another `kind` replaces the whole section."""
+    if not (isinstance(base, Mapping) and isinstance(change, Mapping)):
+        return change
+    if "kind" in change and change["kind"] != base.get("kind"):
+        return change
+    merged = dict(base)
+    for key, value in change.items():
+        merged[key] = _merge(base[key], value) if key in base else value
+    return merged
+
+
+def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+    """(raw fields with `extends` resolved, where they came from) of a shipped name or a path."""
+    if spec in seen:
+        raise PrfaasError(f"scenario {seen[0]}: `extends` goes round in a circle: {' -> '.join((*seen, spec))}")
+    path = Path(spec)
+    if spec in scenario_names():
+        where = f"scenario {spec}"
+        raw = parse_yaml((_DATA / f"{spec}.yaml").read_text(encoding="utf-8"), where)
+        folder = None
+    elif path.suffix in {".yaml", ".yml"} or path.is_file():
+        where = str(path)
+        raw = read_yaml(path)
+        folder = path.parent
+    else:
+        raise PrfaasError(
+            f"unknown scenario {spec!r}; shipped: {', '.join(scenario_names())}; or give a path to a .yaml file"
+        )
+    _resolve_trace_path(raw, folder)
+    parent = raw.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise PrfaasError(f"{where}: extends: must be a scenario name or path, found {parent!r}")
+        if folder is not None and parent not in scenario_names():
+            parent = str(folder / parent)
+        base, _ = _read(parent, (*seen, spec))
+        raw = _merge(base, raw)
+    return raw, where
+
+
+def _resolve_trace_path(raw: dict[str, Any], folder: Path | None) -> None:
+    """A trace path in a scenario file is relative to that file."""
+    workload = raw.get("workload")
+    if folder is None or not isinstance(workload, dict):
+        return
+    file = workload.get("file")
+    if isinstance(file, str) and not file.startswith("bundled:") and not Path(file).is_absolute():
+        workload["file"] = str(folder / file)
+
+
+def _override(raw: dict[str, Any], assignment: str) -> None:
+    """Apply one `dotted.path=value` (value in YAML; list items by number) to the raw fields."""
+    path, separator, text = assignment.partition("=")
+    if not separator or not path:
+        raise PrfaasError(f"--set {assignment!r}: write it as field.path=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise PrfaasError(f"--set {assignment!r}: the value is not valid YAML") from None
+    node: Any = raw
+    parts = path.split(".")
+    for position, part in enumerate(parts):
+        last = position == len(parts) - 1
+        key: Any = part
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise PrfaasError(f"--set {path}: {part!r} is not an item of a list of {len(node)}")
+            key = int(part)
+        elif not isinstance(node, dict):
+            raise PrfaasError(f"--set {path}: {'.'.join(parts[:position])!r} holds a plain value, not fields")
+        if last:
+            node[key] = value
+        else:
+            if isinstance(node, dict) and key not in node:
+                node[key] = {}
+            node = node[key]
+
+
+def _validate(raw: Mapping[str, Any], where: str) -> Scenario:
+    try:
+        return Scenario.model_validate(raw)
+    except ValidationError as error:
+        raise first_error(error, where) from None
+
+
+def load_scenario(
+    spec: str | Path | Scenario, *, deployment: str | None = None, overrides: Sequence[str] = ()
+) -> Scenario:
+    """A scenario by shipped name, path of a YAML file, or as it is.
+
+    Args:
+        spec: shipped name, path, or a Scenario.
+        deployment: name or path of another scenario whose `deployment` section replaces this one's
+            (`homogeneous`: 0/9/3, `naive`: 4/0/8).
+        overrides: `dotted.path=value` assignments, applied last.
+
+    Raises:
+        PrfaasError: one line that names the file and the field.
+    """
+    if isinstance(spec, Scenario):
+        raw: dict[str, Any] = spec.model_dump(mode="json")
+        where = f"scenario {spec.name}"
+        if deployment is None and not overrides:
+            return spec
+    else:
+        raw, where = _read(str(spec))
+    if deployment is not None:
+        other, other_where = _read(deployment)
+        if "deployment" not in other:
+            raise PrfaasError(f"{other_where}: has no deployment section")
+        raw = {**raw, "deployment": other["deployment"]}
+        if raw.get("name") != deployment:
+            raw["name"] = f"{raw.get('name')}@{deployment}"
+    for assignment in overrides:
+        _override(raw, assignment)
+    return _validate(raw, where)
+
+
+def scenario_yaml(scenario: Scenario) -> str:
+    """The whole resolved scenario as YAML; `load_scenario` of it gives an equal scenario."""
+    return yaml.safe_dump(scenario.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,713 @@
+"""What a scheduler can see: named fields with units, windows, and their encoding to an array.
+
+The simulator fills a `Telemetry`, the router fills the same class from live metrics, and one `encode()` makes
+the observation. Everything here can be measured at the door or on the wire; nothing knows the output length of
+a running request, the future, or the true capacity of a link.
+
+The functions on arrays (`ring_*`, `observed_capacity_step`) are plain so that an engine can compile them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import deque
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas_env.simulator.formulas import NS_PER_S, FloatArray, IntArray
+
+SCHEMA_VERSION = 1
+
+#: Windows of the rates, in whole seconds; attainment, shares and means use the longest.
+WINDOWS_S = (5, 30, 120)
+LONG_WINDOW_S = 120
+#: Incremental lengths are counted in log bins between these limits; shorter and longer ones in the end bins.
+N_LENGTH_BINS = 24
+LENGTH_BIN_MIN_TOKENS = 128
+LENGTH_BIN_MAX_TOKENS = 131_072
+LENGTH_BIN_EDGES_TOKENS: FloatArray = np.geomspace(
+    LENGTH_BIN_MIN_TOKENS, LENGTH_BIN_MAX_TOKENS, N_LENGTH_BINS + 1
+)
+#: Incremental lengths kept at the door for rules that search a threshold over them.
+RECENT_LENGTHS = 300
+
+#: Observed capacity: evidence window, time without evidence before it recovers, step and factor of recovery.
+EVIDENCE_WINDOW_S = 5
+RECOVERY_AFTER_S = 60
+RECOVERY_EVERY_S = 5
+RECOVERY_FACTOR = 1.1
+#: Observed capacity never falls below this share of nominal, so that an outage can be recovered from.
+OBSERVED_FLOOR = 0.01
+
+# --------------------------------------------------------------------------------------------- fields
+
+Scale = Literal["linear", "log", "symlog"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One number of a telemetry group.
+
+    `low` and `high` bound the encoded range (values outside are clipped there, and counted); `scale_at` is the
+    value at which a log scale bends; `flag` names the field that says whether this one is present.
+    """
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    scale: Scale
+    doc: str
+    scale_at: float = 1.0
+    flag: str | None = None
+
+
+def _flag(name: str, doc: str) -> Field:
+    return Field(name, "0/1", 0.0, 1.0, "linear", doc)
+
+
+def _count(name: str, high: float, doc: str) -> Field:
+    return Field(name, "count", 0.0, high, "log", doc)
+
+
+def _time(name: str, doc: str, high: float = 3600.0, flag: str | None = None) -> Field:
+    return Field(name, "s", 0.0, high, "log", doc, 1.0, flag)
+
+
+def _share(name: str, doc: str, flag: str | None = None) -> Field:
+    return Field(name, "share", 0.0, 1.0, "linear", doc, 1.0, flag)
+
+
+def _stage(prefix: str, what: str) -> tuple[Field, ...]:
+    return (
+        _count(f"{prefix}_requests", 10_000.0, f"requests waiting for {what}"),
+        Field(f"{prefix}_tokens", "tokens", 0.0, 1e9, "log", f"their tokens, waiting for {what}", 1e4),
+        _time(f"{prefix}_work_s", f"their predicted instance time, waiting for {what}", 1e5),
+        _time(f"{prefix}_oldest_s", f"age since arrival of the oldest request waiting for {what}"),
+    )
+
+
+PD_FIELDS: tuple[Field, ...] = (
+    _flag("arrivals_valid", "at least one whole second has been counted"),
+    *(
+        Field(
+            f"arrival_rate_{w}s_rps",
+            "req/s",
+            0.0,
+            1000.0,
+            "log",
+            f"arrivals over {w} s",
+            1.0,
+            "arrivals_valid",
+        )
+        for w in WINDOWS_S
+    ),
+    *(
+        Field(
+            f"input_token_rate_{w}s_tps",
+            "tokens/s",
+            0.0,
+            1e8,
+            "log",
+            f"incremental input tokens over {w} s",
+            1e4,
+            "arrivals_valid",
+        )
+        for w in WINDOWS_S
+    ),
+    _flag("lengths_valid", "a request arrived in the last 120 s"),
+    *(
+        _share(
+            f"length_share_{k:02d}",
+            f"share of the last 120 s of arrivals with incremental length in log bin {k} of {N_LENGTH_BINS}",
+            "lengths_valid",
+        )
+        for k in range(N_LENGTH_BINS)
+    ),
+    *_stage("prefill_queue", "a local prefill instance"),
+    _time("prefill_residual_s", "time left of all running local prefills, from the profile", 1e4),
+    _count("prefill_busy_instances", 10_000.0, "local prefill instances at work"),
+    _count("prefill_instances", 10_000.0, "active local prefill instances"),
+    *_stage("decode_queue", "a decode slot"),
+    _count("decode_sequences", 1e6, "sequences being decoded"),
+    _count("decode_busy_instances", 10_000.0, "decode instances with a sequence"),
+    _count("decode_instances", 10_000.0, "active decode instances"),
+    _share("decode_slot_use", "sequences over slots of the active decode instances"),
+    _share("decode_kv_fill", "reserved share of the KV room of the decode instances; 0 without a limit"),
+    _count("converting_instances", 10_000.0, "instances that drain or switch, in neither role"),
+    _flag("conversion_valid", "a conversion has taken place"),
+    _time(
+        "since_conversion_s", "time since the last conversion was ordered", 3600.0, flag="conversion_valid"
+    ),
+    _time("next_conversion_s", "time to the next instant at which a conversion may be legal", 600.0),
+    _flag("output_valid", "a request finished in the last 120 s"),
+    Field(
+        "output_tokens_mean",
+        "tokens",
+        0.0,
+        1e5,
+        "log",
+        "mean output length of requests finished in 120 s",
+        100.0,
+        "output_valid",
+    ),
+    _share("hit_share", "input tokens served from the prefix cache over 120 s; 0 without a pool"),
+    _flag("ttft_valid", "the scenario has a TTFT objective and a first token came in the last 120 s"),
+    _share("ttft_attainment", "first tokens of the last 120 s that met the TTFT objective", "ttft_valid"),
+    _flag("tpot_valid", "the scenario has a TPOT objective and a request finished in the last 120 s"),
+    _share("tpot_attainment", "requests finished in the last 120 s that met the TPOT objective", "tpot_valid"),
+    _count("rejected_120s", 10_000.0, "requests rejected in the last 120 s"),
+    _flag("threshold_valid", "the present decision is a threshold"),
+    Field(
+        "threshold_tokens",
+        "tokens",
+        0.0,
+        262_144.0,
+        "log",
+        "present threshold (never: the upper end)",
+        1000.0,
+        "threshold_valid",
+    ),
+    _flag("margin_valid", "the present decision is a margin"),
+    Field(
+        "margin_s",
+        "s",
+        -60.0,
+        60.0,
+        "symlog",
+        "present margin (always and never: the ends)",
+        1.0,
+        "margin_valid",
+    ),
+    _flag("cache_rule_abundant", "the present cache rule is `abundant`"),
+)
+
+PRFAAS_FIELDS: tuple[Field, ...] = (
+    *_stage("prefill_queue", "a remote prefill instance"),
+    _time("prefill_residual_s", "time left of all running remote prefills, from the profile", 1e4),
+    _count("prefill_busy_instances", 10_000.0, "remote prefill instances at work"),
+    _count("prefill_instances", 10_000.0, "remote prefill instances in service"),
+)
+
+LINK_FIELDS: tuple[Field, ...] = (
+    Field(
+        "backlog_bytes",
+        "bytes",
+        0.0,
+        1e14,
+        "log",
+        "not yet sent bytes of every request routed over the link",
+        1e9,
+    ),
+    _time("backlog_s", "the same at observed capacity", 1e5),
+    Field("staged_bytes", "bytes", 0.0, 1e14, "log", "bytes produced by prefill and not yet sent", 1e9),
+    _count("open_flows", 10_000.0, "transfers in progress"),
+    *(_share(f"utilisation_{w}s", f"bits sent over {w} s, share of nominal capacity") for w in WINDOWS_S[:2]),
+    Field("nominal_capacity_bps", "bit/s", 0.0, 1e13, "log", "configured capacity", 1e9),
+    Field("observed_capacity_bps", "bit/s", 0.0, 1e13, "log", "capacity by the evidence of the wire", 1e9),
+    _flag("observed_valid", "there has been evidence of the capacity"),
+    _time("observed_age_s", "time since the last evidence of the capacity", 3600.0, flag="observed_valid"),
+    _share("retransmission_share", "retransmitted share of segments; 0 without loss"),
+)
+
+
+@dataclass(frozen=True)
+class TelemetrySchema:
+    """The fields of one topology, in order: every PD cluster, every PrfaaS cluster, every link."""
+
+    n_pd: int
+    n_prfaas: int
+    n_links: int
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, tuple[Field, ...]], ...]:
+        """(group name, its fields) in order."""
+        return (
+            *((f"pd{i}", PD_FIELDS) for i in range(self.n_pd)),
+            *((f"prfaas{j}", PRFAAS_FIELDS) for j in range(self.n_prfaas)),
+            *((f"link{k}", LINK_FIELDS) for k in range(self.n_links)),
+        )
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """All fields in order, one per observation value."""
+        return tuple(f for _, fields in self.groups for f in fields)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """`group.field` names in order."""
+        return tuple(f"{group}.{f.name}" for group, fields in self.groups for f in fields)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each `group.field` name."""
+        return {name: k for k, name in enumerate(self.names)}
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of version, names, units, ranges and scales, 12 hex digits."""
+        content = [SCHEMA_VERSION, list(self.names), [asdict(f) for f in self.fields]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+    @cached_property
+    def _low(self) -> FloatArray:
+        return np.array([f.low for f in self.fields])
+
+    @cached_property
+    def _high(self) -> FloatArray:
+        return np.array([f.high for f in self.fields])
+
+    @cached_property
+    def _bend(self) -> FloatArray:
+        return np.array([1.0 if f.scale == "linear" else f.scale_at for f in self.fields])
+
+    @cached_property
+    def _curved(self) -> NDArray[np.bool_]:
+        return np.array([f.scale != "linear" for f in self.fields])
+
+    @cached_property
+    def _flag_index(self) -> IntArray:
+        out = []
+        for group, fields in self.groups:
+            out.extend(-1 if f.flag is None else self.index[f"{group}.{f.flag}"] for f in fields)
+        return np.array(out, dtype=np.int64)
+
+    def _bent(self, values: FloatArray) -> FloatArray:
+        """Values on the straightened scale: themselves, or sign(x) log(1 + |x| / scale_at)."""
+        bent: FloatArray = np.where(
+            self._curved, np.copysign(np.log1p(np.abs(values) / self._bend), values), values
+        )
+        return bent
+
+    @cached_property
+    def _range(self) -> tuple[FloatArray, FloatArray]:
+        low = self._bent(self._low)
+        return low, 1.0 / (self._bent(self._high) - low)
+
+    def encode(self, values: FloatArray) -> tuple[NDArray[np.float32], int]:
+        """(observation float32 of shape (len(self),) in [0, 1], number of clipped values).
+
+        Fixed scales, no running statistics. A field whose flag is 0 is encoded as 0.
+        """
+        clipped = np.clip(values, self._low, self._high)
+        low, inverse = self._range
+        scaled = (self._bent(clipped) - low) * inverse
+        present = (self._flag_index < 0) | (values[self._flag_index] > 0.5)
+        out = np.where(present, np.clip(scaled, 0.0, 1.0), 0.0).astype(np.float32)
+        return out, int(np.count_nonzero((clipped != values) & present))
+
+    def difference(self, other: TelemetrySchema) -> str:
+        """One line that names the fields added, removed or moved from `other` to this schema; empty if equal."""
+        if self.names == other.names and self.fields == other.fields:
+            return ""
+        mine, theirs = set(self.names), set(other.names)
+        added = [n for n in self.names if n not in theirs]
+        removed = [n for n in other.names if n not in mine]
+        moved = [n for n in self.names if n in theirs and self.index[n] != other.index[n]]
+        parts = [
+            f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            for what, names in (("added", added), ("removed", removed), ("moved", moved))
+            if names
+        ]
+        return "; ".join(parts) or "same names, other units or scales"
+
+
+@lru_cache(maxsize=64)
+def schema_for(n_pd: int, n_prfaas: int, n_links: int) -> TelemetrySchema:
+    """The schema of a topology (cached)."""
+    return TelemetrySchema(n_pd, n_prfaas, n_links)
+
+
+class _Group:
+    """Attribute access to one group of a telemetry: `telemetry.pd[0].prefill_queue_work_s`."""
+
+    __slots__ = ("_index", "_prefix", "_values")
+
+    def __init__(self, prefix: str, index: dict[str, int], values: FloatArray) -> None:
+        self._prefix = prefix
+        self._index = index
+        self._values = values
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return float(self._values[self._index[self._prefix + name]])
+        except KeyError:
+            raise AttributeError(f"no telemetry field {self._prefix + name!r}") from None
+
+    @property
+    def length_shares(self) -> FloatArray:
+        """Shape (24,): shares of incremental length per log bin."""
+        start = self._index[self._prefix + "length_share_00"]
+        return self._values[start : start + N_LENGTH_BINS]
+
+
+class Telemetry:
+    """One reading: `values` in physical units, float64 of shape (len(schema),), all finite.
+
+    `recent_lengths_tokens[i]` holds the last (at most 300) incremental lengths at the door of PD cluster i, oldest
+    first; it is for rules that search a threshold and is not part of the observation. `conversion_tick` says
+    whether the decision that follows may order a conversion.
+    """
+
+    __slots__ = ("conversion_tick", "legal_moves", "recent_lengths_tokens", "schema", "time_ns", "values")
+
+    def __init__(
+        self,
+        schema: TelemetrySchema,
+        time_ns: int,
+        values: FloatArray,
+        *,
+        conversion_tick: bool,
+        legal_moves: tuple[tuple[bool, bool, bool], ...],
+        recent_lengths_tokens: tuple[IntArray, ...],
+    ) -> None:
+        self.schema = schema
+        self.time_ns = time_ns
+        self.values = values
+        self.conversion_tick = conversion_tick
+        self.legal_moves = legal_moves
+        self.recent_lengths_tokens = recent_lengths_tokens
+
+    @property
+    def time_s(self) -> float:
+        """Time since the start, in seconds."""
+        return self.time_ns / NS_PER_S
+
+    @property
+    def pd(self) -> tuple[_Group, ...]:
+        """One view per PD cluster."""
+        return tuple(_Group(f"pd{i}.", self.schema.index, self.values) for i in range(self.schema.n_pd))
+
+    @property
+    def prfaas(self) -> tuple[_Group, ...]:
+        """One view per PrfaaS cluster."""
+        return tuple(
+            _Group(f"prfaas{j}.", self.schema.index, self.values) for j in range(self.schema.n_prfaas)
+        )
+
+    @property
+    def link(self) -> tuple[_Group, ...]:
+        """One view per link."""
+        return tuple(_Group(f"link{k}.", self.schema.index, self.values) for k in range(self.schema.n_links))
+
+    def encode(self) -> NDArray[np.float32]:
+        """The observation: float32 in [0, 1], shape (len(schema),)."""
+        return self.schema.encode(self.values)[0]
+
+    def as_dict(self) -> dict[str, float]:
+        """`group.field` to value, for logs."""
+        return dict(zip(self.schema.names, self.values.tolist(), strict=True))
+
+
+def pack(schema: TelemetrySchema, readings: list[dict[str, float]]) -> FloatArray:
+    """Values array from one reading per group in schema order.
+
+    Raises:
+        ValueError: a reading misses a field, has one too many, or holds a value that is not finite; it is named.
+    """
+    values = np.empty(len(schema))
+    position = 0
+    if len(readings) != len(schema.groups):
+        raise ValueError(f"{len(readings)} readings for {len(schema.groups)} groups")
+    for (group, fields), reading in zip(schema.groups, readings, strict=True):
+        if len(reading) != len(fields):
+            known = {f.name for f in fields}
+            raise ValueError(f"{group}: fields {sorted(known ^ set(reading))} are missing or unknown")
+        for field in fields:
+            try:
+                values[position] = reading[field.name]
+            except KeyError:
+                raise ValueError(f"{group}: field {field.name!r} is missing") from None
+            position += 1
+    if not np.isfinite(values).all():
+        bad = [schema.names[k] for k in np.flatnonzero(~np.isfinite(values))]
+        raise ValueError(f"telemetry is not finite: {', '.join(bad)}")
+    return values
+
+
+# --------------------------------------------------------------------------------------------- windows
+
+#: Buckets kept: the longest window and the one being filled.
+N_BUCKETS = LONG_WINDOW_S + 1
+
+
+def ring_slot(stamps: IntArray, table: FloatArray, bucket: int) -> int:
+    """Row of the ring for second `bucket`, cleared if it held another second."""
+    slot = bucket % N_BUCKETS
+    if stamps[slot] != bucket:
+        stamps[slot] = bucket
+        for c in range(table.shape[1]):
+            table[slot, c] = 0.0
+    return slot
+
+
+def ring_sums(stamps: IntArray, table: FloatArray, bucket: int, window_s: int, out: FloatArray) -> None:
+    """Column sums over the `window_s` whole seconds before second `bucket`, into `out`."""
+    for c in range(table.shape[1]):
+        out[c] = 0.0
+    for b in range(max(bucket - window_s, 0), bucket):
+        slot = b % N_BUCKETS
+        if stamps[slot] == b:
+            for c in range(table.shape[1]):
+                out[c] += table[slot, c]
+
+
+def length_bin(tokens: float) -> int:
+    """Log bin of an incremental length (0..23); shorter and longer ones fall into the end bins."""
+    if tokens < LENGTH_BIN_MIN_TOKENS:
+        return 0
+    low = 0
+    high = N_LENGTH_BINS - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if LENGTH_BIN_EDGES_TOKENS[middle] <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Columns of a door ring.
+(
+    _ARRIVALS,
+    _TOKENS,
+    _INPUT_TOKENS,
+    _HIT_TOKENS,
+    _FIRST,
+    _FIRST_OK,
+    _FINISHED,
+    _OUTPUT,
+    _TPOT_OK,
+    _REJECTED,
+    _BINS,
+) = range(11)
+N_DOOR_COLUMNS = _BINS + N_LENGTH_BINS
+
+
+class DoorMeter:
+    """Counters of one PD cluster, in a ring of 1 s buckets. The engines and the router use this one class.
+
+    A window covers whole seconds only: those that ended at or before the instant of reading.
+    """
+
+    __slots__ = ("recent", "stamps", "table", "tpot_slo_s", "ttft_slo_s")
+
+    def __init__(self, ttft_slo_s: float | None, tpot_slo_s: float | None) -> None:
+        self.stamps: IntArray = np.full(N_BUCKETS, -1, dtype=np.int64)
+        self.table: FloatArray = np.zeros((N_BUCKETS, N_DOOR_COLUMNS))
+        self.recent: deque[int] = deque(maxlen=RECENT_LENGTHS)
+        self.ttft_slo_s = ttft_slo_s
+        self.tpot_slo_s = tpot_slo_s
+
+    def _row(self, time_ns: int) -> FloatArray:
+        row: FloatArray = self.table[ring_slot(self.stamps, self.table, time_ns // NS_PER_S)]
+        return row
+
+    def arrival(self, time_ns: int, incremental_tokens: int, input_tokens: int) -> None:
+        """A request was accepted at the door."""
+        row = self._row(time_ns)
+        row[_ARRIVALS] += 1
+        row[_TOKENS] += incremental_tokens
+        row[_INPUT_TOKENS] += input_tokens
+        row[_HIT_TOKENS] += input_tokens - incremental_tokens
+        row[_BINS + length_bin(incremental_tokens)] += 1
+        self.recent.append(incremental_tokens)
+
+    def first_token(self, time_ns: int, ttft_s: float) -> None:
+        """A first token came `ttft_s` after its request."""
+        row = self._row(time_ns)
+        row[_FIRST] += 1
+        row[_FIRST_OK] += self.ttft_slo_s is not None and ttft_s <= self.ttft_slo_s
+
+    def finished(self, time_ns: int, output_tokens: int, tpot_s: float) -> None:
+        """A request finished with this many output tokens."""
+        row = self._row(time_ns)
+        row[_FINISHED] += 1
+        row[_OUTPUT] += output_tokens
+        row[_TPOT_OK] += self.tpot_slo_s is not None and tpot_s <= self.tpot_slo_s * (1 + 1e-9)
+
+    def rejected(self, time_ns: int) -> None:
+        """A request was rejected at the door."""
+        self._row(time_ns)[_REJECTED] += 1
+
+    def reading(self, time_ns: int) -> dict[str, float]:
+        """The windowed fields of a PD group at `time_ns`."""
+        bucket = time_ns // NS_PER_S
+        sums = np.zeros(N_DOOR_COLUMNS)
+        out: dict[str, float] = {"arrivals_valid": float(bucket >= 1)}
+        for window_s in WINDOWS_S:
+            ring_sums_numpy(self.stamps, self.table, bucket, window_s, sums)
+            seconds = max(min(window_s, bucket), 1)
+            out[f"arrival_rate_{window_s}s_rps"] = sums[_ARRIVALS] / seconds
+            out[f"input_token_rate_{window_s}s_tps"] = sums[_TOKENS] / seconds
+        # the last window summed is the longest
+        arrivals, first, finished = sums[_ARRIVALS], sums[_FIRST], sums[_FINISHED]
+        out["lengths_valid"] = float(arrivals > 0)
+        shares = (sums[_BINS:] / max(arrivals, 1.0)).tolist()
+        for k in range(N_LENGTH_BINS):
+            out[_SHARE_NAMES[k]] = shares[k]
+        out["output_valid"] = float(finished > 0)
+        out["output_tokens_mean"] = sums[_OUTPUT] / max(finished, 1.0)
+        out["hit_share"] = sums[_HIT_TOKENS] / max(sums[_INPUT_TOKENS], 1.0)
+        out["ttft_valid"] = float(self.ttft_slo_s is not None and first > 0)
+        out["ttft_attainment"] = sums[_FIRST_OK] / max(first, 1.0)
+        out["tpot_valid"] = float(self.tpot_slo_s is not None and finished > 0)
+        out["tpot_attainment"] = sums[_TPOT_OK] / max(finished, 1.0)
+        out["rejected_120s"] = sums[_REJECTED]
+        return out
+
+    def recent_lengths(self) -> IntArray:
+        """The last incremental lengths, oldest first."""
+        return np.array(self.recent, dtype=np.int64)
+
+
+_SHARE_NAMES = tuple(f"length_share_{k:02d}" for k in range(N_LENGTH_BINS))
+
+
+def ring_sums_numpy(stamps: IntArray, table: FloatArray, bucket: int, window_s: int, out: FloatArray) -> None:
+    """`ring_sums` vectorised over the ring (counts are whole numbers, so the order of adding cannot matter)."""
+    inside = (stamps >= max(bucket - window_s, 0)) & (stamps < bucket)
+    np.matmul(inside.astype(np.float64), table, out=out)
+
+
+# Columns of a link ring.
+_BITS, _CONGESTED_NS = range(2)
+# Fields of the observed-capacity state.
+_OBSERVED, _EVIDENCE_BUCKET, _NEXT_BUCKET = range(3)
+
+
+def observed_capacity_step(
+    state: FloatArray, bucket: int, delivered_bps: float, backlogged: bool, nominal_bps: float
+) -> None:
+    """One whole second more for the observed capacity.
+
+    `delivered_bps` is the rate over the last evidence window, `backlogged` whether the link was the limit
+    throughout it. Evidence sets the estimate; any faster delivery raises it; without evidence for 60 s it
+    grows by 10% each 5 s up to nominal.
+
+    Args:
+        state: (observed capacity, second of the last evidence or -1, next second to process), updated.
+        bucket: the second that just ended, counted from 1.
+    """
+    evidence = backlogged or delivered_bps > state[_OBSERVED]
+    if evidence:
+        state[_OBSERVED] = max(delivered_bps, OBSERVED_FLOOR * nominal_bps)
+        state[_EVIDENCE_BUCKET] = bucket
+    elif state[_EVIDENCE_BUCKET] >= 0:
+        silent_s = bucket - state[_EVIDENCE_BUCKET]
+        if silent_s >= RECOVERY_AFTER_S and silent_s % RECOVERY_EVERY_S == 0:
+            state[_OBSERVED] = state[_OBSERVED] * RECOVERY_FACTOR
+    state[_OBSERVED] = min(state[_OBSERVED], nominal_bps)
+
+
+class LinkMeter:
+    """Bits sent and observed capacity of one link. The engines and the router use this one class."""
+
+    __slots__ = ("_accounted_ns", "nominal_bps", "stamps", "state", "table")
+
+    def __init__(self, nominal_bps: float) -> None:
+        self.nominal_bps = nominal_bps
+        self.stamps: IntArray = np.full(N_BUCKETS, -1, dtype=np.int64)
+        self.table: FloatArray = np.zeros((N_BUCKETS, 2))
+        self.state: FloatArray = np.array([nominal_bps, -1.0, 1.0])
+        self._accounted_ns = 0
+
+    def advance(self, time_ns: int, rate_bps: float, congested: bool) -> None:
+        """Account [last call, time_ns) at this total rate; `congested`: the link limited some flow all that time."""
+        start_ns = self._accounted_ns
+        while start_ns < time_ns:
+            bucket = start_ns // NS_PER_S
+            end_ns = min((bucket + 1) * NS_PER_S, time_ns)
+            if rate_bps > 0.0 or congested:
+                slot = ring_slot(self.stamps, self.table, bucket)
+                self.table[slot, _BITS] += rate_bps * ((end_ns - start_ns) / 1e9)
+                if congested:
+                    self.table[slot, _CONGESTED_NS] += end_ns - start_ns
+            start_ns = end_ns
+            self._roll(end_ns // NS_PER_S)
+        self._accounted_ns = time_ns
+
+    def _roll(self, bucket: int) -> None:
+        """Process the seconds that have ended by the start of second `bucket`."""
+        sums = np.zeros(2)
+        while self.state[_NEXT_BUCKET] <= bucket:
+            ended = int(self.state[_NEXT_BUCKET])
+            ring_sums(self.stamps, self.table, ended, EVIDENCE_WINDOW_S, sums)
+            whole = ended >= EVIDENCE_WINDOW_S
+            observed_capacity_step(
+                self.state,
+                ended,
+                sums[_BITS] / EVIDENCE_WINDOW_S if whole else 0.0,
+                whole and sums[_CONGESTED_NS] >= EVIDENCE_WINDOW_S * NS_PER_S,
+                self.nominal_bps,
+            )
+            self.state[_NEXT_BUCKET] += 1
+
+    @property
+    def observed_bps(self) -> float:
+        """Observed capacity in bit/s, as of the last `advance`."""
+        return float(self.state[_OBSERVED])
+
+    def reading(self, time_ns: int) -> dict[str, float]:
+        """The measured fields of a link group at `time_ns` (call `advance` up to it first)."""
+        bucket = time_ns // NS_PER_S
+        sums = np.zeros(2)
+        out: dict[str, float] = {}
+        for window_s in WINDOWS_S[:2]:
+            ring_sums(self.stamps, self.table, bucket, window_s, sums)
+            seconds = max(min(window_s, bucket), 1)
+            out[f"utilisation_{window_s}s"] = min(sums[_BITS] / seconds / self.nominal_bps, 1.0)
+        valid = self.state[_EVIDENCE_BUCKET] >= 0
+        out["nominal_capacity_bps"] = self.nominal_bps
+        out["observed_capacity_bps"] = self.observed_bps
+        out["observed_valid"] = float(valid)
+        out["observed_age_s"] = max(time_ns / NS_PER_S - self.state[_EVIDENCE_BUCKET], 0.0) if valid else 0.0
+        return out
+
+
+def decision_fields(
+    threshold_tokens: float | None, margin_s: float | None, cache_rule: str
+) -> dict[str, float]:
+    """The fields of a PD group that repeat the present decision, infinities at the ends of their range."""
+    threshold = 0.0 if threshold_tokens is None else min(threshold_tokens, _THRESHOLD_HIGH)
+    margin = 0.0 if margin_s is None else math.copysign(min(abs(margin_s), _MARGIN_HIGH), margin_s)
+    return {
+        "threshold_valid": float(threshold_tokens is not None),
+        "threshold_tokens": threshold,
+        "margin_valid": float(margin_s is not None),
+        "margin_s": margin,
+        "cache_rule_abundant": float(cache_rule == "abundant"),
+    }
+
+
+def _high_of(name: str) -> float:
+    return next(f.high for f in PD_FIELDS if f.name == name)
+
+
+_THRESHOLD_HIGH = _high_of("threshold_tokens")
+_MARGIN_HIGH = _high_of("margin_s")
+
+
+def schema_rows(schema: TelemetrySchema) -> list[dict[str, Any]]:
+    """Rows of the documentation table: name, unit, range, scale, meaning, flag."""
+    return [
+        {
+            "name": name,
+            "unit": f.unit,
+            "low": f.low,
+            "high": f.high,
+            "scale": f.scale,
+            "flag": f.flag or "",
+            "meaning": f.doc,
+        }
+        for name, f in zip(schema.names, schema.fields, strict=True)
+    ]
