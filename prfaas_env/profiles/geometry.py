@@ -44,7 +44,7 @@ class SlidingAttention(_KeyValueHeads):
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention (MLA): one latent vector and one rope slice per token, not doubled for K and V."""
+    """Multi-head latent attention (MLA): a latent and a rope slice per token, not doubled for K and V."""
 
     kind: Literal["latent"] = "latent"
     layers: _Count
@@ -59,7 +59,7 @@ class LatentAttention(Frozen):
 
 
 class LinearAttention(Frozen):
-    """Recurrent layers (KDA, gated delta net, lightning): a state per head, and the tail of a short convolution.
+    """Recurrent layers (KDA, gated delta net, lightning): a state per head, the tail of a short convolution.
 
     The state is `heads x k_head_dim x v_head_dim`; a convolution of kernel k keeps its last k - 1 inputs per
     channel. Both are sent once per request whatever its length.
@@ -109,7 +109,8 @@ class AttentionGeometry(Frozen):
             fixed_bytes=fixed_bytes,
             bytes_per_token=bytes_per_token,
             windows=tuple(
-                WindowGroup(bytes_per_token=windows[tokens], window_tokens=tokens) for tokens in sorted(windows)
+                WindowGroup(bytes_per_token=windows[tokens], window_tokens=tokens)
+                for tokens in sorted(windows)
             ),
             n_layers=sum(group.layers for group in self.groups),
         )

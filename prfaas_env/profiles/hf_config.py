@@ -6,7 +6,7 @@ The families of the catalogue are understood, in their own spelling:
 |---|---|
 | full attention (Qwen3, MiniMax-M2, Llama) | `num_key_value_heads`, `head_dim`, `v_head_dim` |
 | latent attention (DeepSeek, Kimi, Ring) | `kv_lora_rank`, `qk_rope_head_dim` |
-| sliding windows | `layer_types`, `hybrid_layer_pattern` with `swa_*` (MiMo), `sliding_window_pattern` (Gemma) |
+| sliding windows | `layer_types`; `hybrid_layer_pattern`, `swa_*` (MiMo); `sliding_window_pattern` (Gemma) |
 | gated delta net (Qwen3-Next, Qwen3.5) | `layer_types` or `full_attention_interval`, `linear_*` |
 | KDA (Kimi Linear) | `linear_attn_config` with 1-based (or 0-based) layer lists |
 | lightning or KDA (Bailing, Ring) | `layer_group_size`, `short_conv_kernel_size` where it is KDA |
@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.profiles.geometry import (
@@ -87,9 +87,9 @@ _LAYER_KINDS = {
 class _Config:
     """The text section of one config, with the sections around it as fall-back, and its error messages."""
 
-    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+    def __init__(self, content: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.where = where
-        self._sections: list[tuple[str, Mapping[str, Any]]] = [("", content)]
+        self._sections: list[tuple[str, Mapping[str, Any]]] = [(prefix, content)]
         while True:
             prefix, section = self._sections[0]
             inner = next((name for name in _TEXT_SECTIONS if isinstance(section.get(name), Mapping)), None)
@@ -104,8 +104,16 @@ class _Config:
                 return prefix + field
         return self._sections[0][0] + field
 
-    def refuse(self, field: str, message: str) -> NoReturn:
-        raise PrfaasError(f"{self.where}: {self.path(field)}: {message}")
+    def part(self, field: str) -> _Config:
+        """The object under `field`, with error messages of its own."""
+        value = self.get(field)
+        if not isinstance(value, Mapping):
+            raise self.error(field, f"must be an object (found {value!r})")
+        return _Config(value, self.where, f"{self.path(field)}.")
+
+    def error(self, field: str, message: str) -> PrfaasError:
+        """The refusal of `field`, for the caller to raise."""
+        return PrfaasError(f"{self.where}: {self.path(field)}: {message}")
 
     def get(self, field: str) -> Any:
         """Value of `field`, or None where it is absent or null."""
@@ -114,29 +122,33 @@ class _Config:
                 return section[field]
         return None
 
+    def is_null(self, field: str) -> bool:
+        """Whether `field` is there and null."""
+        return self.get(field) is None and any(field in section for _, section in self._sections)
+
     def count(self, field: str, *others: str, default: int | None = None) -> int:
-        """A positive integer from the first of the fields that is set; refused where none is and no default."""
+        """A positive integer from the first of the fields that is set, else the default, else an error."""
         for name in (field, *others):
             if self.get(name) is not None:
                 return self._positive(name, self.get(name))
         if default is not None:
             return default
         also = f" (or {', '.join(others)})" if others else ""
-        self.refuse(field, f"missing{also}; a positive whole number is needed")
+        raise self.error(field, f"missing{also}; a positive whole number is needed")
 
     def _positive(self, field: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(field, f"must be a positive whole number (found {value!r})")
+            raise self.error(field, f"must be a positive whole number (found {value!r})")
         return value
 
     def layer_list(self, field: str, n_layers: int) -> list[Any]:
         """The list `field`, one item per layer; extra prediction layers at its end are cut off."""
         value = self.get(field)
         if not isinstance(value, list):
-            self.refuse(field, f"must be a list with one item per layer (found {value!r})")
+            raise self.error(field, f"must be a list with one item per layer (found {value!r})")
         extra = sum(self.count(name, default=0) for name in _EXTRA_LAYER_FIELDS if self.get(name))
         if len(value) not in {n_layers, n_layers + extra}:
-            self.refuse(field, f"has {len(value)} items but num_hidden_layers is {n_layers}")
+            raise self.error(field, f"has {len(value)} items but num_hidden_layers is {n_layers}")
         return value[:n_layers]
 
 
@@ -163,28 +175,28 @@ def _read(source: ConfigSource) -> tuple[Mapping[str, Any], str]:
 
 def _kinds_from_linear_attn_config(config: _Config, n_layers: int) -> list[str]:
     """Kimi Linear: the lists name layers from 1 (published) or from 0, told apart by what they cover."""
-    field = "linear_attn_config"
-    section = config.get(field)
-    if not isinstance(section, Mapping):
-        config.refuse(field, f"must be an object (found {section!r})")
-    lists = {name: section[name] for name in ("full_attn_layers", "kda_layers") if section.get(name) is not None}
-    if not lists:
-        config.refuse(field, "has neither full_attn_layers nor kda_layers")
-    for name, value in lists.items():
+    part = config.part("linear_attn_config")
+    full, kda = part.get("full_attn_layers"), part.get("kda_layers")
+    named: list[int] = []
+    for field, value in (("full_attn_layers", full), ("kda_layers", kda)):
+        if value is None:
+            continue
         if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-            config.refuse(field, f"{name} must be a list of layer numbers (found {value!r})")
-    named = [i for value in lists.values() for i in value]
+            raise part.error(field, f"must be a list of layer numbers (found {value!r})")
+        named += value
+    field = "kda_layers" if full is None else "full_attn_layers"
+    if full is None and kda is None:
+        raise part.error("full_attn_layers", "missing, and no kda_layers either")
     base = 0 if 0 in named else 1
     numbers = range(base, base + n_layers)
-    if len(set(named)) != len(named) or not set(named) <= set(numbers):
-        config.refuse(
-            field, f"{' and '.join(lists)} must name each of the layers {base}..{numbers[-1]} at most once"
+    for i in named:
+        if i not in numbers or named.count(i) > 1:
+            raise part.error(field, f"layer {i} is out of {base}..{numbers[-1]} or named twice")
+    if full is not None and kda is not None and len(named) != n_layers:
+        raise part.error(
+            field, f"with kda_layers names {len(named)} layers but num_hidden_layers is {n_layers}"
         )
-    if len(lists) == 2 and len(named) != n_layers:
-        config.refuse(field, f"full_attn_layers and kda_layers name {len(named)} of {n_layers} layers")
-    if "full_attn_layers" in lists:
-        return ["full" if i in lists["full_attn_layers"] else "linear" for i in numbers]
-    return ["linear" if i in lists["kda_layers"] else "full" for i in numbers]
+    return ["full" if (i in full if full is not None else i not in kda) else "linear" for i in numbers]
 
 
 def _kinds_from_layer_types(config: _Config, n_layers: int) -> list[str]:
@@ -192,7 +204,9 @@ def _kinds_from_layer_types(config: _Config, n_layers: int) -> list[str]:
     kinds = []
     for i, name in enumerate(config.layer_list(field, n_layers)):
         if not isinstance(name, str) or name not in _LAYER_KINDS:
-            config.refuse(field, f"unknown layer type {name!r} at layer {i}; known: {', '.join(_LAYER_KINDS)}")
+            raise config.error(
+                field, f"unknown layer type {name!r} at layer {i}; known: {', '.join(_LAYER_KINDS)}"
+            )
         kinds.append(_LAYER_KINDS[name])
     return kinds
 
@@ -202,7 +216,9 @@ def _kinds_from_flags(config: _Config, n_layers: int, field: str, kinds: tuple[s
     flags = config.layer_list(field, n_layers)
     for i, flag in enumerate(flags):
         if flag not in (0, 1):
-            config.refuse(field, f"unknown layer type {flag!r} at layer {i}; known: 0 ({kinds[0]}), 1 ({kinds[1]})")
+            raise config.error(
+                field, f"unknown layer type {flag!r} at layer {i}; known: 0 ({kinds[0]}), 1 ({kinds[1]})"
+            )
     return [kinds[int(flag)] for flag in flags]
 
 
@@ -214,7 +230,9 @@ def _kinds_from_layer_group_size(config: _Config, n_layers: int) -> list[str]:
     """Bailing: the last layer of each group is full. Readers disagree on a broken last group: refused."""
     size = config.count("layer_group_size")
     if n_layers % size:
-        config.refuse("layer_group_size", f"num_hidden_layers {n_layers} is not a multiple of it (found {size})")
+        raise config.error(
+            "layer_group_size", f"num_hidden_layers {n_layers} is not a multiple of it (found {size})"
+        )
     return _every_nth_full(n_layers, size, "linear")
 
 
@@ -228,7 +246,9 @@ def _kinds_from_window(config: _Config, n_layers: int) -> list[str]:
         return ["full" if i < first else "sliding" for i in range(n_layers)]
     if config.get("model_type") in _ALL_LAYERS_SLIDE:
         return ["sliding"] * n_layers
-    config.refuse(field, f"found {config.get(field)!r} but no layer_types: which layers slide is not stated")
+    raise config.error(
+        field, f"found {config.get(field)!r} but no layer_types: which layers slide is not stated"
+    )
 
 
 _SPELLINGS: dict[str, Callable[[_Config, int], list[str]]] = {
@@ -258,17 +278,19 @@ def _head_dim(config: _Config) -> int:
     if config.get("head_dim") is not None:
         return config.count("head_dim")
     if config.get("hidden_size") is None:
-        config.refuse("head_dim", "missing, and no hidden_size to derive it from")
+        raise config.error("head_dim", "missing, and no hidden_size to derive it from")
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     if hidden % heads:
-        config.refuse("head_dim", f"missing, and hidden_size {hidden} is not a multiple of {heads} heads")
+        raise config.error(
+            "head_dim", f"missing, and hidden_size {hidden} is not a multiple of {heads} heads"
+        )
     return hidden // heads
 
 
 def _kv_heads(config: _Config) -> int:
     """`num_key_value_heads`; an explicit null means one per attention head."""
     field = "num_key_value_heads"
-    if config.get(field) is None and field in config.path(field) and _is_null(config, field):
+    if config.is_null(field):
         return config.count("num_attention_heads")
     return config.count(field)
 
@@ -289,3 +311,187 @@ def _full_group(config: _Config, layers: int, dtype_bytes: int) -> LayerGroup:
         v_head_dim=config.count("v_head_dim", default=k_head_dim),
         dtype_bytes=dtype_bytes,
     )
+
+
+def _sliding_group(config: _Config, layers: int, dtype_bytes: int) -> LayerGroup:
+    """Windowed layers, with heads of their own where `swa_*` says so (MiMo)."""
+    window_tokens = config.count("sliding_window", "sliding_window_size")
+    if config.count("sliding_window_size", default=window_tokens) != window_tokens:
+        raise config.error("sliding_window_size", f"differs from sliding_window {window_tokens}")
+    own = config.get("swa_head_dim") is not None
+    k_head_dim = config.count("swa_head_dim") if own else _head_dim(config)
+    return SlidingAttention(
+        layers=layers,
+        kv_heads=config.count("swa_num_key_value_heads", default=_kv_heads(config)),
+        k_head_dim=k_head_dim,
+        v_head_dim=config.count("swa_v_head_dim", "v_head_dim", default=k_head_dim),
+        window_tokens=window_tokens,
+        dtype_bytes=dtype_bytes,
+    )
+
+
+def _state_dtype_bytes(config: _Config) -> int:
+    """Bytes of a recurrent-state value: what the config says, else fp32, which engines keep it in."""
+    field = "mamba_ssm_dtype"
+    name = config.get(field)
+    if name is None:
+        return 4
+    if name not in _DTYPE_BYTES:
+        raise config.error(field, f"unknown dtype {name!r}; known: {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[name]
+
+
+def _kda_group(
+    layers: int, heads: int, head_dim: int, kernel: int, state_dtype_bytes: int, conv_dtype_bytes: int
+) -> LayerGroup:
+    """Kimi delta attention: square state per head; q, k and v each pass a short convolution."""
+    return LinearAttention(
+        layers=layers,
+        heads=heads,
+        k_head_dim=head_dim,
+        v_head_dim=head_dim,
+        state_dtype_bytes=state_dtype_bytes,
+        conv_channels=3 * heads * head_dim,
+        conv_kernel=kernel,
+        conv_dtype_bytes=conv_dtype_bytes,
+    )
+
+
+def _gated_delta_group(
+    config: _Config, layers: int, state_dtype_bytes: int, conv_dtype_bytes: int
+) -> LayerGroup:
+    """Gated delta net: a state per value head; a convolution over q and k (key heads) and v."""
+    k_heads, v_heads = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    k_dim, v_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
+    return LinearAttention(
+        layers=layers,
+        heads=v_heads,
+        k_head_dim=k_dim,
+        v_head_dim=v_dim,
+        state_dtype_bytes=state_dtype_bytes,
+        conv_channels=2 * k_heads * k_dim + v_heads * v_dim,
+        conv_kernel=config.count("linear_conv_kernel_dim"),
+        conv_dtype_bytes=conv_dtype_bytes,
+    )
+
+
+def _bailing_group(config: _Config, layers: int, state_dtype_bytes: int, conv_dtype_bytes: int) -> LayerGroup:
+    """Ling and Ring: KDA where there is a short convolution (3.0), else lightning attention (2.0, 2.5)."""
+    heads, head_dim = config.count("num_attention_heads"), _head_dim(config)
+    field = "num_kv_heads_for_linear_attn"
+    if config.get(field) and config.count(field) != heads:
+        raise config.error(field, f"fewer key heads than the {heads} query heads are not supported")
+    if config.get("short_conv_kernel_size") is not None:
+        kernel = config.count("short_conv_kernel_size")
+        return _kda_group(layers, heads, head_dim, kernel, state_dtype_bytes, conv_dtype_bytes)
+    hidden = config.get("hidden_size")
+    if hidden is not None and hidden != heads * head_dim:
+        # A config written anew can carry the rotary size here; the state would come out too small.
+        raise config.error(
+            "head_dim", f"found {head_dim}, but hidden_size {hidden} / {heads} heads is another size"
+        )
+    return _lightning_group(config, layers, state_dtype_bytes)
+
+
+def _lightning_group(config: _Config, layers: int, state_dtype_bytes: int) -> LayerGroup:
+    """Lightning attention: square state per query head, no convolution."""
+    head_dim = _head_dim(config)
+    return LinearAttention(
+        layers=layers,
+        heads=config.count("num_attention_heads"),
+        k_head_dim=head_dim,
+        v_head_dim=head_dim,
+        state_dtype_bytes=state_dtype_bytes,
+    )
+
+
+def _linear_group(config: _Config, layers: int, state_dtype_bytes: int, conv_dtype_bytes: int) -> LayerGroup:
+    if config.get("linear_attn_config") is not None:
+        part = config.part("linear_attn_config")
+        heads, head_dim = part.count("num_heads"), part.count("head_dim")
+        kernel = part.count("short_conv_kernel_size")
+        return _kda_group(layers, heads, head_dim, kernel, state_dtype_bytes, conv_dtype_bytes)
+    if config.get("linear_num_value_heads") is not None:
+        return _gated_delta_group(config, layers, state_dtype_bytes, conv_dtype_bytes)
+    if config.get("layer_group_size") is not None:
+        return _bailing_group(config, layers, state_dtype_bytes, conv_dtype_bytes)
+    if str(config.get("model_type")).startswith("minimax"):
+        return _lightning_group(config, layers, state_dtype_bytes)
+    raise config.error("linear_num_value_heads", f"missing, but {layers} layers are of linear attention")
+
+
+# The reader -------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(config: _Config) -> None:
+    for field, reason in _UNSUPPORTED_FIELDS.items():
+        if config.get(field) not in (None, False, 0, [], {}):
+            raise config.error(field, f"not supported: {reason}")
+    model_type = config.get("model_type")
+    if model_type in _UNSUPPORTED_MODEL_TYPES:
+        raise config.error(
+            "model_type", f"{model_type!r} is not supported: {_UNSUPPORTED_MODEL_TYPES[model_type]}"
+        )
+    # MiMo states its window a second time as a chunk size; elsewhere it means chunked attention.
+    if config.get("attention_chunk_size") and not any(
+        config.get(f) for f in ("hybrid_layer_pattern", "layer_types")
+    ):
+        raise config.error("attention_chunk_size", "not supported: chunked attention without layer_types")
+
+
+def geometry_from_hf_config(
+    source: ConfigSource,
+    *,
+    kv_dtype_bytes: int = 2,
+    state_dtype_bytes: int | None = None,
+    conv_dtype_bytes: int = 2,
+) -> AttentionGeometry:
+    """Attention geometry of a HuggingFace config.
+
+    Args:
+        source: path of a `config.json` (or of the folder it is in), or its content as a mapping.
+        kv_dtype_bytes: bytes per cached key or value; the engine's cache dtype, whatever the weights are in.
+        state_dtype_bytes: bytes per value of a recurrent state; none = what the config states as
+            `mamba_ssm_dtype`, else 4 (fp32).
+        conv_dtype_bytes: bytes per cached input of a short convolution.
+
+    Raises:
+        PrfaasError: naming the file and the field that is missing, wrong or not supported.
+    """
+    content, where = _read(source)
+    config = _Config(content, where)
+    _refuse_unsupported(config)
+    kinds = _layer_kinds(config, config.count("num_hidden_layers"))
+    groups: list[LayerGroup] = []
+    if "full" in kinds:
+        groups.append(_full_group(config, kinds.count("full"), kv_dtype_bytes))
+    if "sliding" in kinds:
+        groups.append(_sliding_group(config, kinds.count("sliding"), kv_dtype_bytes))
+    if "linear" in kinds:
+        state = _state_dtype_bytes(config) if state_dtype_bytes is None else state_dtype_bytes
+        groups.append(_linear_group(config, kinds.count("linear"), state, conv_dtype_bytes))
+    return AttentionGeometry(groups=tuple(groups))
+
+
+def kv_layout_from_hf_config(
+    source: ConfigSource,
+    *,
+    kv_dtype_bytes: int = 2,
+    state_dtype_bytes: int | None = None,
+    conv_dtype_bytes: int = 2,
+) -> KVLayout:
+    """Bytes on the wire of a HuggingFace config; arguments and errors as `geometry_from_hf_config`."""
+    return geometry_from_hf_config(
+        source,
+        kv_dtype_bytes=kv_dtype_bytes,
+        state_dtype_bytes=state_dtype_bytes,
+        conv_dtype_bytes=conv_dtype_bytes,
+    ).layout()
+
+
+def max_input_tokens_from_hf_config(source: ConfigSource) -> int | None:
+    """Native limit that a HuggingFace config states, or none."""
+    content, where = _read(source)
+    config = _Config(content, where)
+    fields = ("max_position_embeddings", "model_max_length")
+    return config.count(*fields) if any(config.get(f) is not None for f in fields) else None

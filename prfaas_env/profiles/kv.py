@@ -13,7 +13,7 @@ EVERY_LENGTH = 2**62
 
 
 class WindowGroup(Frozen):
-    """Sliding-window layers of one window size: they keep (and send) at most the last `window_tokens` tokens."""
+    """Sliding-window layers of one size: they keep (and send) at most the last `window_tokens` tokens."""
 
     bytes_per_token: int = Field(ge=0, description="bytes per token, all layers of the group together")
     window_tokens: int = Field(ge=1)
@@ -29,7 +29,9 @@ class KVLayout(Frozen):
     fixed_bytes: int = Field(ge=0)
     bytes_per_token: int = Field(ge=0)
     windows: tuple[WindowGroup, ...] = ()
-    n_layers: int = Field(ge=1, description="layers that hold cache or state: the parts of layer-wise sending")
+    n_layers: int = Field(
+        ge=1, description="layers that hold cache or state: the parts of layer-wise sending"
+    )
 
     def window_arrays(self) -> tuple[IntArray, IntArray]:
         """(bytes per token, window tokens) of the window groups, each int64 of shape (n_groups,)."""

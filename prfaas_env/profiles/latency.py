@@ -32,7 +32,7 @@ class _PrefillBase(Frozen):
         return prefill_s(a.start_tokens, a.c0_s, a.c1_s, a.c2_s, new_tokens, cached_tokens)
 
     def seconds_array(self, tokens: FloatArray) -> FloatArray:
-        """Prefill time in seconds for an array of lengths (no cache), same shape; equals `seconds` bit for bit."""
+        """Prefill time in seconds of an array of lengths (no cache), same shape; equals `seconds` exactly."""
         a = self.arrays()
         k = np.clip(np.searchsorted(a.start_tokens, tokens, side="right") - 1, 0, len(a.start_tokens) - 1)
         x = tokens - a.start_tokens[k]
@@ -83,7 +83,7 @@ PrefillProfile = Annotated[PrefillTable | PrefillPolynomial, Field(discriminator
 
 
 class DecodeProfile(Frozen):
-    """Decode step `a + b * batch + c * context tokens` seconds, `slots` sequences at most (paper: 25 ms, 20)."""
+    """Decode step `a + b * batch + c * context tokens` seconds, `slots` sequences at most (25 ms, 20)."""
 
     a_s: float = Field(gt=0)
     b_s_per_sequence: float = Field(default=0.0, ge=0)
