@@ -9,6 +9,7 @@ from prfaas_env.workload.arrivals import sample_arrivals_ns
 from prfaas_env.workload.lengths import sample_lengths
 from prfaas_env.workload.models import SyntheticWorkload, TraceWorkload, Workload
 from prfaas_env.workload.requests import RequestTable
+from prfaas_env.workload.traces import replay
 
 
 def generate_requests(
@@ -27,15 +28,15 @@ def generate_requests(
     Args:
         workload: synthetic laws or a trace.
         seed: episode seed; the same seed gives the same table.
-        horizon_s: arrivals in [0, horizon_s).
+        horizon_s: arrivals in [0, horizon_s). A trace needs no limit: without one, its whole slice.
         n_requests: the first `n_requests` instead.
         base_dir: folder against which a relative trace path is read.
 
     Raises:
-        PrfaasError: limits that make no sense.
+        PrfaasError: limits that make no sense, more than 50 million requests, a bad trace file or line.
     """
     if isinstance(workload, TraceWorkload):
-        raise NotImplementedError
+        return replay(workload, seed=seed, horizon_s=horizon_s, n_requests=n_requests, base_dir=base_dir)
     return _synthetic(workload, seed, horizon_s, n_requests)
 
 

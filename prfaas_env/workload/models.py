@@ -145,6 +145,12 @@ class SyntheticWorkload(Frozen):
     output_tokens: Lengths
 
 
+#: Formats of recorded requests: Mooncake (JSON lines), Azure LLM inference and BurstGPT (CSV).
+TraceFormat = Literal["mooncake", "azure", "burstgpt"]
+#: Rule for rows with 0 input or output tokens: left out and counted, set to 1 and counted, refused.
+ZeroTokens = Literal["drop", "one", "refuse"]
+
+
 class TraceWorkload(Frozen):
     """Requests read from a file.
 
@@ -154,7 +160,7 @@ class TraceWorkload(Frozen):
 
     kind: Literal["trace"] = "trace"
     file: str
-    format: Literal["mooncake", "azure"]
+    format: TraceFormat
     time_unit_s: float | None = Field(
         default=None, gt=0, description="seconds per unit of the stamp; none = the format's"
     )
@@ -168,15 +174,24 @@ class TraceWorkload(Frozen):
         default="auto",
         description="spread equal stamps over their step, seeded; auto = when under half are distinct",
     )
-    zero_tokens: Literal["drop", "one", "refuse"] = Field(
+    zero_tokens: ZeroTokens = Field(
         default="drop",
         description="rows with zero input or output tokens: dropped and counted, set to 1, refused",
+    )
+    extra_input_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="tokens added to every input: the server's template, which a client's count lacks",
     )
 
     @model_validator(mode="after")
     def _slice(self) -> Self:
         if self.end_s is not None and self.end_s <= self.start_s:
             raise ValueError(f"end_s {self.end_s} must exceed start_s {self.start_s}")
+        if self.time_unit_s is not None and self.format == "azure":
+            raise ValueError("time_unit_s does not apply to format azure, whose stamps are dates and times")
+        if self.block_tokens is not None and self.format != "mooncake":
+            raise ValueError(f"block_tokens does not apply to format {self.format}, which has no prefix data")
         return self
 
 
