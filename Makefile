@@ -1,0 +1,72 @@
+# One-word commands. Needs Python 3.11 or newer with its venv module, git and make; `make help` lists the targets.
+# Variables: PYTHON       interpreter for .venv (default: the first of the candidates below that is 3.11 or newer)
+#            TORCH_INDEX  package index that torch alone comes from (default: none, your own pip settings)
+#            ARGS         more arguments for pytest, for example ARGS="tests/test_layers.py -x"
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
+# One thread per process and a fixed hash seed, so that a test run is the same everywhere.
+TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format constraints clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## Make .venv with the pinned packages and this project (does nothing when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+		found=; \
+		for candidate in $(CANDIDATES); do \
+			if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+				>/dev/null 2>&1; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "make install: no Python 3.11 or newer with venv (tried: $(CANDIDATES)); install one" \
+				"(Debian, Ubuntu: also python3-venv) or name it: make install PYTHON=/path/to/python" >&2; \
+			exit 1; \
+		fi; \
+		echo "Making $(VENV) with $$("$$found" --version)"; \
+		"$$found" -m venv --clear $(VENV); \
+	fi
+	$(if $(TORCH_INDEX),$(PY) -m pip install --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install ## Run the demonstration; its results go to runs/demo
+	$(VENV)/bin/prfaas demo --out runs/demo
+
+test: install ## Run the default test suite
+	$(TEST_ENV) $(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: install ## Run the tests that take minutes
+	$(TEST_ENV) $(PY) -m pytest -m slow $(ARGS)
+
+lint: install ## Check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: install ## Format the code and apply the safe style fixes
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# The newest versions that pyproject.toml allows, without the project itself and without build tags such as +cpu.
+constraints: install ## Pin the newest allowed packages anew in constraints.txt (downloads them)
+	$(PY) -m venv --clear build/constraints
+	build/constraints/bin/python -m pip install --disable-pip-version-check -e '.[dev]'
+	build/constraints/bin/python -m pip freeze --all --exclude pip --exclude prfaas-env > build/constraints/freeze
+	{ sed -n '/^#/p' constraints.txt; sed -E 's/\+[^ ]*$$//' build/constraints/freeze; } > build/constraints/pins
+	mv build/constraints/pins constraints.txt
+	rm -rf build/constraints
+
+clean: ## Remove caches and build output (keeps .venv and runs/)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
