@@ -49,3 +49,18 @@ class RequestTable:
             block_ids=np.zeros(0, dtype=np.int64),
             notes=notes,
         )
+
+    def take(self, order: IntArray) -> RequestTable:
+        """The same requests in another order; `order` holds positions, shape (n,)."""
+        starts, ends = self.block_offsets[:-1][order], self.block_offsets[1:][order]
+        ids = [self.block_ids[a:b] for a, b in zip(starts, ends, strict=True)] if len(self.block_ids) else []
+        return RequestTable(
+            arrival_ns=self.arrival_ns[order],
+            input_tokens=self.input_tokens[order],
+            output_tokens=self.output_tokens[order],
+            session=self.session[order],
+            block_offsets=np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int64),
+            block_ids=np.concatenate(ids) if ids else self.block_ids[:0],
+            block_tokens=self.block_tokens,
+            notes=self.notes,
+        )

@@ -205,7 +205,7 @@ def _inferred_block_tokens(path: Path, length: IntArray, counts: IntArray) -> in
     high = (length[several] - 1) // (counts[several] - 1)
     lowest = int(low.max())
     highest = int(high.min()) if several.any() else max(lowest, _USUAL_BLOCK_TOKENS)
-    powers = [b for b in (2**k for k in range(31)) if lowest <= b <= highest]
+    powers = [b for b in (1 << k for k in range(31)) if lowest <= b <= highest]
     if lowest <= _USUAL_BLOCK_TOKENS <= highest:
         return _USUAL_BLOCK_TOKENS
     if lowest == highest:
@@ -218,8 +218,7 @@ def _inferred_block_tokens(path: Path, length: IntArray, counts: IntArray) -> in
         )
     candidates = {_USUAL_BLOCK_TOKENS, 16, int(np.median(low)), max(lowest, 1), max(highest, 1)}
     fits: dict[int, int] = {b: int(np.sum(counts == -(-length // b))) for b in sorted(candidates)}
-    best: int = max(fits, key=lambda b: fits[b])
-    return best
+    return max(fits, key=lambda b: fits[b])
 
 
 def _take_blocks(offsets: IntArray, ids: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
@@ -355,8 +354,8 @@ def replay(
     if is_spread(trace, workload):
         arrival_ns = spread_stamps(trace.stamp_ns, trace.typical_step_ns, stream(seed, "arrivals"))
         notes.append(
-            f"{len(trace):,} rows share {trace.distinct_stamps:,} distinct stamps: each group is spread over its "
-            f"step (typical {trace.typical_step_ns / NS_PER_S:g} s) by the seed (spread: {workload.spread})"
+            f"{len(trace):,} rows share {trace.distinct_stamps:,} distinct stamps: each group is spread over "
+            f"its step (typical {trace.typical_step_ns / NS_PER_S:g} s), seeded (spread: {workload.spread})"
         )
     start_ns = ns_from_s(workload.start_s)
     first = int(np.searchsorted(arrival_ns, start_ns, side="left"))
