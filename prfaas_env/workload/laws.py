@@ -84,12 +84,12 @@ class _LogNormal(_Part):
         left, right = edges[:-1, None], edges[1:, None]
         points, weights = np.polynomial.legendre.leggauss(_ORDER)
         z = left + (right - left) * (points[None, :] + 1.0) / 2.0
-        # Density relative to its peak in the interval, then scaled to the exact weight of the interval.
-        nearest = np.clip(0.0, left, right)
+        # Density relative to its peak among the nodes, then scaled to the exact weight of the interval.
+        nearest = np.take_along_axis(z, np.abs(z).argmin(axis=1)[:, None], axis=1)
         density = weights[None, :] * np.exp((nearest - z) * (nearest + z) / 2.0)
         share = np.exp(log_mass(left, right) - log_mass(self.a, self.b))
         weight = share * density / density.sum(axis=1, keepdims=True)
-        return np.exp(self.mu + self.sigma * z).ravel(), weight.ravel()
+        return np.exp(self.mu + self.sigma * z).ravel(), (weight / weight.sum()).ravel()
 
 
 @dataclass(frozen=True)
