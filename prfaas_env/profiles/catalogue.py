@@ -139,6 +139,6 @@ def model_from_hf_config(path: str | Path, name: str | None = None) -> ModelProf
     return ModelProfile(
         name=name or folder.resolve().name,
         kv=kv,
-        kv_source=f"geometry of {path}; cache and convolutions in 2 bytes, state as stated there or in fp32",
+        kv_source="geometry of its config.json; cache in bf16, state in fp32 unless it states another dtype",
         max_input_tokens=max_input_tokens_from_hf_config(path),
     )

@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from prfaas_env.base import PrfaasError
@@ -108,7 +109,7 @@ class _Config:
         """The object under `field`, with error messages of its own."""
         value = self.get(field)
         if not isinstance(value, Mapping):
-            raise self.error(field, f"must be an object (found {value!r})")
+            raise self.error(field, f"must be an object (found {short(value)})")
         return _Config(value, self.where, f"{self.path(field)}.")
 
     def error(self, field: str, message: str) -> PrfaasError:
@@ -138,14 +139,14 @@ class _Config:
 
     def _positive(self, field: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(field, f"must be a positive whole number (found {value!r})")
+            raise self.error(field, f"must be a positive whole number (found {short(value)})")
         return value
 
     def layer_list(self, field: str, n_layers: int) -> list[Any]:
         """The list `field`, one item per layer; extra prediction layers at its end are cut off."""
         value = self.get(field)
         if not isinstance(value, list):
-            raise self.error(field, f"must be a list with one item per layer (found {value!r})")
+            raise self.error(field, f"must be a list with one item per layer (found {short(value)})")
         extra = sum(self.count(name, default=0) for name in _EXTRA_LAYER_FIELDS if self.get(name))
         if len(value) not in {n_layers, n_layers + extra}:
             raise self.error(field, f"has {len(value)} items but num_hidden_layers is {n_layers}")
@@ -182,7 +183,7 @@ def _kinds_from_linear_attn_config(config: _Config, n_layers: int) -> list[str]:
         if value is None:
             continue
         if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-            raise part.error(field, f"must be a list of layer numbers (found {value!r})")
+            raise part.error(field, f"must be a list of layer numbers (found {short(value)})")
         named += value
     field = "kda_layers" if full is None else "full_attn_layers"
     if full is None and kda is None:
@@ -205,7 +206,7 @@ def _kinds_from_layer_types(config: _Config, n_layers: int) -> list[str]:
     for i, name in enumerate(config.layer_list(field, n_layers)):
         if not isinstance(name, str) or name not in _LAYER_KINDS:
             raise config.error(
-                field, f"unknown layer type {name!r} at layer {i}; known: {', '.join(_LAYER_KINDS)}"
+                field, f"unknown layer type {short(name)} at layer {i}; known: {', '.join(_LAYER_KINDS)}"
             )
         kinds.append(_LAYER_KINDS[name])
     return kinds
@@ -217,7 +218,7 @@ def _kinds_from_flags(config: _Config, n_layers: int, field: str, kinds: tuple[s
     for i, flag in enumerate(flags):
         if flag not in (0, 1):
             raise config.error(
-                field, f"unknown layer type {flag!r} at layer {i}; known: 0 ({kinds[0]}), 1 ({kinds[1]})"
+                field, f"unknown layer type {short(flag)} at layer {i}; known: 0 ({kinds[0]}), 1 ({kinds[1]})"
             )
     return [kinds[int(flag)] for flag in flags]
 
@@ -242,12 +243,12 @@ def _kinds_from_window(config: _Config, n_layers: int) -> list[str]:
     if config.get(field) is None or config.get("use_sliding_window") is False:
         return ["full"] * n_layers
     if config.get("use_sliding_window") is True and config.get("max_window_layers") is not None:
-        first = config.count("max_window_layers")
+        first = config.count("max_window_layers") if config.get("max_window_layers") != 0 else 0
         return ["full" if i < first else "sliding" for i in range(n_layers)]
     if config.get("model_type") in _ALL_LAYERS_SLIDE:
         return ["sliding"] * n_layers
     raise config.error(
-        field, f"found {config.get(field)!r} but no layer_types: which layers slide is not stated"
+        field, f"found {short(config.get(field))} but no layer_types: which layers slide is not stated"
     )
 
 
@@ -330,14 +331,28 @@ def _sliding_group(config: _Config, layers: int, dtype_bytes: int) -> LayerGroup
     )
 
 
+def _kv_dtype_bytes(config: _Config) -> int:
+    """Bytes of a cached key or value: 1 where the config asks for an 8-bit cache, else 2."""
+    quantization = config.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    if scheme is None:
+        return 2
+    bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else scheme
+    if bits not in (8, 16):
+        raise config.error(
+            "quantization_config", f"kv_cache_scheme must have num_bits 8 or 16 (found {short(bits)})"
+        )
+    return int(bits) // 8
+
+
 def _state_dtype_bytes(config: _Config) -> int:
     """Bytes of a recurrent-state value: what the config says, else fp32, which engines keep it in."""
     field = "mamba_ssm_dtype"
     name = config.get(field)
     if name is None:
         return 4
-    if name not in _DTYPE_BYTES:
-        raise config.error(field, f"unknown dtype {name!r}; known: {', '.join(_DTYPE_BYTES)}")
+    if not isinstance(name, str) or name not in _DTYPE_BYTES:
+        raise config.error(field, f"unknown dtype {short(name)}; known: {', '.join(_DTYPE_BYTES)}")
     return _DTYPE_BYTES[name]
 
 
@@ -428,7 +443,7 @@ def _refuse_unsupported(config: _Config) -> None:
         if config.get(field) not in (None, False, 0, [], {}):
             raise config.error(field, f"not supported: {reason}")
     model_type = config.get("model_type")
-    if model_type in _UNSUPPORTED_MODEL_TYPES:
+    if isinstance(model_type, str) and model_type in _UNSUPPORTED_MODEL_TYPES:
         raise config.error(
             "model_type", f"{model_type!r} is not supported: {_UNSUPPORTED_MODEL_TYPES[model_type]}"
         )
@@ -442,7 +457,7 @@ def _refuse_unsupported(config: _Config) -> None:
 def geometry_from_hf_config(
     source: ConfigSource,
     *,
-    kv_dtype_bytes: int = 2,
+    kv_dtype_bytes: int | None = None,
     state_dtype_bytes: int | None = None,
     conv_dtype_bytes: int = 2,
 ) -> AttentionGeometry:
@@ -450,7 +465,8 @@ def geometry_from_hf_config(
 
     Args:
         source: path of a `config.json` (or of the folder it is in), or its content as a mapping.
-        kv_dtype_bytes: bytes per cached key or value; the engine's cache dtype, whatever the weights are in.
+        kv_dtype_bytes: bytes per cached key or value, whatever the weights are in; none = 1 where the config
+            asks for an 8-bit cache (`kv_cache_scheme`), else 2.
         state_dtype_bytes: bytes per value of a recurrent state; none = what the config states as
             `mamba_ssm_dtype`, else 4 (fp32).
         conv_dtype_bytes: bytes per cached input of a short convolution.
@@ -463,10 +479,11 @@ def geometry_from_hf_config(
     _refuse_unsupported(config)
     kinds = _layer_kinds(config, config.count("num_hidden_layers"))
     groups: list[LayerGroup] = []
+    kv = _kv_dtype_bytes(config) if kv_dtype_bytes is None else kv_dtype_bytes
     if "full" in kinds:
-        groups.append(_full_group(config, kinds.count("full"), kv_dtype_bytes))
+        groups.append(_full_group(config, kinds.count("full"), kv))
     if "sliding" in kinds:
-        groups.append(_sliding_group(config, kinds.count("sliding"), kv_dtype_bytes))
+        groups.append(_sliding_group(config, kinds.count("sliding"), kv))
     if "linear" in kinds:
         state = _state_dtype_bytes(config) if state_dtype_bytes is None else state_dtype_bytes
         groups.append(_linear_group(config, kinds.count("linear"), state, conv_dtype_bytes))
@@ -476,7 +493,7 @@ def geometry_from_hf_config(
 def kv_layout_from_hf_config(
     source: ConfigSource,
     *,
-    kv_dtype_bytes: int = 2,
+    kv_dtype_bytes: int | None = None,
     state_dtype_bytes: int | None = None,
     conv_dtype_bytes: int = 2,
 ) -> KVLayout:
