@@ -89,7 +89,7 @@ def _stage(prefix: str, what: str) -> tuple[Field, ...]:
         _count(f"{prefix}_requests", 10_000.0, f"requests waiting for {what}"),
         Field(f"{prefix}_tokens", "tokens", 0.0, 1e9, "log", f"their tokens, waiting for {what}", 1e4),
         _time(f"{prefix}_work_s", f"their predicted instance time, waiting for {what}", 1e5),
-        _time(f"{prefix}_oldest_s", f"age since arrival of the oldest request waiting for {what}"),
+        _time(f"{prefix}_oldest_s", f"how long the head of the queue has waited for {what}"),
     )
 
 
@@ -585,6 +585,11 @@ _BITS, _CONGESTED_NS = range(2)
 _OBSERVED, _EVIDENCE_BUCKET, _NEXT_BUCKET = range(3)
 
 
+def decode_work_s(waiting: int, output_tokens_mean: float, full_step_s: float, slots: int) -> float:
+    """Predicted decode-instance seconds of the waiting requests: a slot's share of full steps for a mean output."""
+    return waiting * output_tokens_mean * full_step_s / slots
+
+
 def observed_capacity_step(
     state: FloatArray, bucket: int, delivered_bps: float, backlogged: bool, nominal_bps: float
 ) -> None:
@@ -612,10 +617,13 @@ def observed_capacity_step(
 class LinkMeter:
     """Bits sent and observed capacity of one link. The engines and the router use this one class."""
 
-    __slots__ = ("_accounted_ns", "nominal_bps", "stamps", "state", "table")
+    __slots__ = ("_accounted_ns", "_peak_from_s", "nominal_bps", "peak_bps", "stamps", "state", "table")
 
-    def __init__(self, nominal_bps: float) -> None:
+    def __init__(self, nominal_bps: float, peak_from_s: float = 0.0) -> None:
         self.nominal_bps = nominal_bps
+        #: most that one whole second after `peak_from_s` delivered
+        self.peak_bps = 0.0
+        self._peak_from_s = peak_from_s
         self.stamps: IntArray = np.full(N_BUCKETS, -1, dtype=np.int64)
         self.table: FloatArray = np.zeros((N_BUCKETS, 2))
         self.state: FloatArray = np.array([nominal_bps, -1.0, 1.0])
@@ -624,6 +632,8 @@ class LinkMeter:
     def advance(self, time_ns: int, rate_bps: float, congested: bool) -> None:
         """Account [last call, time_ns) at this total rate; `congested`: the link limited some flow all that time."""
         start_ns = self._accounted_ns
+        if time_ns <= start_ns:
+            return
         while start_ns < time_ns:
             bucket = start_ns // NS_PER_S
             end_ns = min((bucket + 1) * NS_PER_S, time_ns)
@@ -636,12 +646,19 @@ class LinkMeter:
             self._roll(end_ns // NS_PER_S)
         self._accounted_ns = time_ns
 
+    def advance_for_reading(self, time_ns: int, rate_bps: float, congested: bool) -> None:
+        """Account up to the last whole second, so that reading between events leaves later sums as they are."""
+        self.advance(time_ns // NS_PER_S * NS_PER_S, rate_bps, congested)
+
     def _roll(self, bucket: int) -> None:
         """Process the seconds that have ended by the start of second `bucket`."""
         sums = np.zeros(2)
         while self.state[_NEXT_BUCKET] <= bucket:
             ended = int(self.state[_NEXT_BUCKET])
             ring_sums(self.stamps, self.table, ended, EVIDENCE_WINDOW_S, sums)
+            last = (ended - 1) % N_BUCKETS
+            if self.stamps[last] == ended - 1 and ended - 1 >= self._peak_from_s:
+                self.peak_bps = max(self.peak_bps, float(self.table[last, _BITS]))
             whole = ended >= EVIDENCE_WINDOW_S
             observed_capacity_step(
                 self.state,
@@ -658,7 +675,7 @@ class LinkMeter:
         return float(self.state[_OBSERVED])
 
     def reading(self, time_ns: int) -> dict[str, float]:
-        """The measured fields of a link group at `time_ns` (call `advance` up to it first)."""
+        """The measured fields of a link group at `time_ns` (call `advance_for_reading` first)."""
         bucket = time_ns // NS_PER_S
         sums = np.zeros(2)
         out: dict[str, float] = {}

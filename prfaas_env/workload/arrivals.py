@@ -17,6 +17,8 @@ from prfaas_env.workload.models import (
 )
 from prfaas_env.workload.regimes import sample_chain
 
+#: Sub-stream of "arrivals" for the path of the rate (1 assigns requests to PD clusters).
+RATE_CHAIN_STREAM = 2
 #: Most requests of one table; more is a mistake in units.
 MAX_REQUESTS = 50_000_000
 
@@ -132,7 +134,7 @@ def _cumulative_rate(
     Returns:
         Starts (k,), rates (k,), expected number of arrivals up to each start and up to the end (k + 1,).
     """
-    start_s, rates = sample_chain(arrivals.rate_rps, end_s, stream(seed, "arrivals", 1))
+    start_s, rates = sample_chain(arrivals.rate_rps, end_s, stream(seed, "arrivals", RATE_CHAIN_STREAM))
     spans_s = np.diff(np.append(start_s, end_s))
     return start_s, rates, np.concatenate([np.zeros(1), np.cumsum(rates * spans_s)])
 

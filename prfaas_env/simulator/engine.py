@@ -1,0 +1,83 @@
+"""What every engine offers, and engines by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.decision import Decision
+from prfaas_env.simulator.formulas import NEVER_NS
+from prfaas_env.simulator.records import RequestRecords, Totals
+from prfaas_env.simulator.world import World
+from prfaas_env.telemetry import Telemetry
+
+EngineName = Literal["simpy"]
+ENGINES: tuple[EngineName, ...] = ("simpy",)
+DEFAULT_ENGINE: EngineName = "simpy"
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionLog:
+    """A decision and the instant at which it came into force."""
+
+    time_ns: int
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of an engine: its world, the instant, and the decisions that led there."""
+
+    world: World
+    time_ns: int
+    decisions: tuple[DecisionLog, ...]
+
+
+class Engine(Protocol):
+    """One episode of one world."""
+
+    name: str
+    world: World
+    records: RequestRecords
+
+    @property
+    def now_ns(self) -> int:
+        """Present instant."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every request is resolved."""
+
+    def apply(self, decision: Decision) -> None:
+        """Put a decision in force."""
+
+    def run_until(self, t_ns: int) -> None:
+        """Handle everything before `t_ns`."""
+
+    def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
+        """Run until every request is resolved, or to `limit_ns`."""
+
+    def telemetry(self) -> Telemetry:
+        """What a scheduler can see now."""
+
+    def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """Legal moves per PD cluster now."""
+
+    def totals(self) -> Totals:
+        """Cumulative figures now."""
+
+    def snapshot(self) -> Snapshot:
+        """The whole state."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot."""
+
+
+def make_engine(name: str, world: World) -> Engine:
+    """An engine by name; PrfaasError names the known ones."""
+    if name == "simpy":
+        from prfaas_env.simulator.simpy_engine import SimpyEngine
+
+        return SimpyEngine(world)
+    raise PrfaasError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")

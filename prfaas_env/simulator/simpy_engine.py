@@ -1,0 +1,831 @@
+"""The reference engine: the world as SimPy processes, written to be read.
+
+Time is whole nanoseconds. SimPy's queue is ordered by (time, priority); every event here carries the key of
+`events.event_key` as its priority, so that one instant is handled in the fixed order of the world. SimPy's own
+events (a process starts, an awaited event fires) have priorities 0 and 1 and so take effect at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from prfaas_env.decision import (
+    ClusterDecision,
+    Decision,
+    Move,
+    legal_moves,
+    offload_by_margin,
+    offload_by_threshold,
+)
+from prfaas_env.prediction import PathState, first_token_s
+from prfaas_env.simulator.cluster import (
+    Attempt,
+    DecodePool,
+    Instance,
+    Phase,
+    PrefillPool,
+    PrefillTimes,
+    Role,
+    earliest_prefill_to_finish,
+    fewest_sequences,
+)
+from prfaas_env.simulator.decode import FIRST, DecodeBatch, Sequence
+from prfaas_env.simulator.engine import DecisionLog, Snapshot
+from prfaas_env.simulator.events import Kind, event_key
+from prfaas_env.simulator.formulas import (
+    BITS_PER_BYTE,
+    NEVER_NS,
+    decode_step_s,
+    kv_transfer_bytes,
+    ns_from_s,
+    pipelined_cap_bps,
+    pipelined_open_ns,
+)
+from prfaas_env.simulator.link import Flow, LinkState
+from prfaas_env.simulator.records import (
+    REJECT_REASONS,
+    Counters,
+    RequestRecords,
+    Route,
+    Status,
+    TimeIntegral,
+    Totals,
+)
+from prfaas_env.simulator.world import World
+from prfaas_env.telemetry import (
+    DoorMeter,
+    LinkMeter,
+    Telemetry,
+    decision_fields,
+    decode_work_s,
+    pack,
+)
+
+Process = Generator[simpy.Event, Any, None]
+
+
+class _KeyedEvent(simpy.Event):
+    """Fires at an absolute time, in the world's order within the instant."""
+
+    def __init__(self, env: simpy.Environment, at_ns: int, key: int) -> None:
+        super().__init__(env)
+        self._ok = True
+        self._value = None
+        env.schedule(self, priority=key, delay=at_ns - env.now)  # type: ignore[arg-type]
+
+
+class PdSite:
+    """One PD cluster: its instances, both pools, its meter, its decision, its conversion."""
+
+    def __init__(self, world: World, index: int, cluster_id: int) -> None:
+        scenario = world.scenario
+        spec = scenario.deployment.pd[index]
+        hardware = scenario.hardware_of(spec)
+        if hardware.decode is None:
+            raise ValueError(f"pd cluster {spec.name!r} has no decode profile")
+        self.spec = spec
+        self.index = index
+        self.decode_profile = hardware.decode
+        self.instances = [
+            Instance(k, Role.PREFILL if k < spec.n_prefill else Role.DECODE, DecodeBatch(hardware.decode))
+            for k in range(spec.n_prefill + spec.n_decode)
+        ]
+        self.prefill = PrefillPool(cluster_id, self.instances, PrefillTimes(hardware))
+        self.decode = DecodePool(cluster_id, self.instances, hardware.decode.kv_reserve_tokens)
+        self.door = DoorMeter(scenario.slo.ttft_s, scenario.slo.tpot_s)
+        self.decision = ClusterDecision(threshold_tokens=math.inf)
+        self.converting = 0
+        self.converted_ns = -1
+        self.links = [k for k, link in enumerate(scenario.deployment.links) if link.pd == spec.name]
+        d = hardware.decode
+        self.first_step_s = decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, 1, 0)
+        self.full_step_s = decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, d.slots, 0)
+
+
+class SimpyEngine:
+    """One episode of one world. `apply` a decision, `run_until` the next one, read `telemetry` and `totals`."""
+
+    name = "simpy"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._log: list[DecisionLog] = []
+        self._start()
+
+    # ------------------------------------------------------------------ set-up
+
+    def _start(self) -> None:
+        scenario = self.world.scenario
+        deployment = scenario.deployment
+        self.env = simpy.Environment()
+        self.records = RequestRecords.empty(len(self.world.requests))
+        self.counters = Counters()
+        self.waiting = TimeIntegral()
+        n_prfaas = len(deployment.prfaas)
+        self.remote = [
+            PrefillPool(
+                j,
+                [Instance(k, Role.PREFILL, None) for k in range(spec.n_instances)],
+                PrefillTimes(scenario.hardware_of(spec)),
+            )
+            for j, spec in enumerate(deployment.prfaas)
+        ]
+        self.sites = [PdSite(self.world, i, n_prfaas + i) for i in range(len(deployment.pd))]
+        prfaas_index = {spec.name: j for j, spec in enumerate(deployment.prfaas)}
+        self.links = [
+            LinkState(float(trace.capacity_bps[0]), LinkMeter(spec.capacity_bps, scenario.measure.warmup_s))
+            for spec, trace in zip(deployment.links, self.world.links, strict=True)
+        ]
+        self.link_prfaas = [prfaas_index[spec.prfaas] for spec in deployment.links]
+        self.link_specs = deployment.links
+        self._link_wake = [0] * len(self.links)
+        #: bits of requests routed over each link whose flow has not opened yet
+        self.pending_bits = [0] * len(self.links)
+        kv = scenario.model.kv
+        per_token, window = kv.window_arrays()
+        self._kv = (kv.fixed_bytes, kv.bytes_per_token, per_token.tolist(), window.tolist())
+        pipelined = scenario.transport.pipelining and kv.n_layers > 1
+        self.pipeline_layers = kv.n_layers if pipelined else 1
+        self.control_ns = ns_from_s(scenario.control.control_interval_s)
+        ratio = round(scenario.control.conversion_interval_s / scenario.control.control_interval_s)
+        self.conversion_ns = ratio * self.control_ns
+        limits = [
+            x for x in (scenario.admission.max_input_tokens, scenario.model.max_input_tokens) if x is not None
+        ]
+        self.max_input_tokens = min(limits, default=None)
+        requests = self.world.requests
+        self._arrival_ns: list[int] = requests.arrival_ns.tolist()
+        self._input: list[int] = requests.input_tokens.tolist()
+        self._output: list[int] = requests.output_tokens.tolist()
+        self._pd_of: list[int] = self.world.pd_of.tolist()
+        self._unresolved = len(requests)
+        self._settle_due = False
+        for pool in self.remote:
+            pool.active = pool.in_role.count = len(pool.instances)
+        for site in self.sites:
+            site.prefill.active = site.prefill.in_role.count = site.spec.n_prefill
+            site.decode.active = site.spec.n_decode
+            site.decode.slots.count = site.spec.n_decode * site.decode_profile.slots
+        self.env.process(self._arrivals())
+        for k in range(len(self.links)):
+            self.env.process(self._capacity_changes(k))
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def now_ns(self) -> int:
+        """Present instant."""
+        return int(self.env.now)
+
+    def _at(
+        self,
+        at_ns: int,
+        kind: Kind,
+        cluster: int = 0,
+        instance: int = 0,
+        request: int = 0,
+        attempt: int = 0,
+    ) -> simpy.Event:
+        return _KeyedEvent(self.env, at_ns, event_key(kind, cluster, instance, request, attempt))
+
+    def run_until(self, t_ns: int) -> None:
+        """Handle everything that lies before `t_ns`; what lies at it follows the next decision."""
+        if t_ns > self.now_ns:
+            self.env.run(until=t_ns)
+
+    def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
+        """Run until every request is resolved (or to `limit_ns`)."""
+        while self._unresolved > 0 and self.env.peek() < limit_ns:
+            self.env.step()
+
+    @property
+    def done(self) -> bool:
+        """Whether every request of the world is finished, rejected or aborted."""
+        return self._unresolved == 0
+
+    # ------------------------------------------------------------------ decisions
+
+    def _legal(self, site: PdSite) -> tuple[bool, bool, bool]:
+        now = self.now_ns
+        return legal_moves(
+            now > 0 and now % self.conversion_ns == 0,
+            site.converting,
+            site.prefill.active,
+            site.decode.active,
+            site.spec.prefill_floor,
+            site.spec.min_decode,
+            len(site.prefill.queue),
+        )
+
+    def apply(self, decision: Decision) -> None:
+        """Put a decision in force; an order that is not legal becomes "no move" and is counted."""
+        if len(decision.clusters) != len(self.sites):
+            raise ValueError(f"decision for {len(decision.clusters)} PD clusters, there are {len(self.sites)}")
+        self._log.append(DecisionLog(self.now_ns, decision))
+        for site, cluster in zip(self.sites, decision.clusters, strict=True):
+            site.decision = cluster
+            if cluster.move is Move.NONE:
+                continue
+            if not self._legal(site)[cluster.move]:
+                self.counters.invalid_moves += 1
+                continue
+            if cluster.move is Move.PREFILL_TO_DECODE:
+                source, role = earliest_prefill_to_finish(site.instances), Role.DECODE
+            else:
+                source, role = fewest_sequences(site.instances), Role.PREFILL
+            if source is not None:
+                self._order_conversion(site, source, role)
+
+    def _order_conversion(self, site: PdSite, instance: Instance, role: Role) -> None:
+        now = self.now_ns
+        self.counters.conversions += 1
+        site.converting += 1
+        site.converted_ns = now
+        instance.phase = Phase.DRAINING
+        instance.drained = self.env.event()
+        if role is Role.DECODE:
+            site.prefill.active -= 1
+        else:
+            site.decode.active -= 1
+        if instance.running is None and instance.sequences() == 0:
+            instance.drained.succeed()
+        self.env.process(self._convert(site, instance, role))
+
+    def _convert(self, site: PdSite, instance: Instance, role: Role) -> Process:
+        """Drain, switch, join the other role, warm up (design of the paper's node conversion, 3.4.3)."""
+        costs = self.world.scenario.conversion
+        cluster = site.prefill.cluster
+        assert instance.drained is not None
+        if role is Role.PREFILL:
+            limit = self._at(
+                self.now_ns + ns_from_s(costs.drain_limit_s), Kind.CONVERSION, cluster, instance.id
+            )
+            yield instance.drained | limit
+            self._evict(site, instance)
+        else:
+            yield instance.drained
+        instance.drained = None
+        instance.phase = Phase.SWITCHING
+        self._count_role(site, instance, -1)
+        yield self._at(self.now_ns + ns_from_s(costs.switch_s), Kind.CONVERSION, cluster, instance.id)
+        instance.role, instance.phase = role, Phase.ACTIVE
+        site.converting -= 1
+        self._count_role(site, instance, 1)
+        if role is Role.PREFILL:
+            site.prefill.active += 1
+        else:
+            site.decode.active += 1
+        if costs.warmup_s > 0 and costs.warmup_speed < 1:
+            instance.speed = costs.warmup_speed
+            self._settle_later()
+            yield self._at(self.now_ns + ns_from_s(costs.warmup_s), Kind.CONVERSION, cluster, instance.id)
+            instance.speed = 1.0
+            if instance.batch is not None:
+                instance.batch.dirty = True
+        self._settle_later()
+
+    def _count_role(self, site: PdSite, instance: Instance, change: int) -> None:
+        """Account an instance that leaves (-1) or joins (1) its role."""
+        if instance.role is Role.PREFILL:
+            site.prefill.in_role.add(self.now_ns, change)
+        else:
+            site.decode.slots.add(self.now_ns, change * site.decode_profile.slots)
+
+    def _evict(self, site: PdSite, instance: Instance) -> None:
+        """Drain limit reached: what still decodes here is prefilled again, prompt and produced tokens."""
+        batch = instance.batch
+        if batch is None or not batch.sequences:
+            return
+        now = self.now_ns
+        for request in sorted(batch.sequences):
+            produced = batch.generated(batch.sequences[request], now)
+            sequence = batch.leave(request)
+            site.decode.sequences.add(now, -1)
+            cached_tokens = self._input[request] - int(self.records.incremental_tokens[request])
+            self._start_attempt(
+                request,
+                site,
+                number=sequence.attempt + 1,
+                new_tokens=sequence.context_tokens + produced - cached_tokens,
+                cached_tokens=cached_tokens,
+                remaining_tokens=sequence.remaining_tokens - produced,
+                remote=self.records.route[request] == Route.REMOTE,
+            )
+        batch.refresh_next()
+
+    # ------------------------------------------------------------------ arrivals and routing
+
+    def _arrivals(self) -> Process:
+        for request, at_ns in enumerate(self._arrival_ns):
+            yield self._at(at_ns, Kind.ARRIVAL, self._pd_of[request], 0, request)
+            self._arrive(request)
+
+    def _arrive(self, request: int) -> None:
+        now = self.now_ns
+        site = self.sites[self._pd_of[request]]
+        input_tokens = self._input[request]
+        cached_tokens = 0  # no prefix pool in this world
+        incremental = input_tokens - cached_tokens
+        records = self.records
+        self.counters.arrived += 1
+        records.incremental_tokens[request] = incremental
+        link = self._route(site, incremental, cached_tokens)
+        reason = self._refusal(site, link, input_tokens)
+        if reason is not None:
+            self.counters.rejects[REJECT_REASONS.index(reason)] += 1
+            records.status[request] = Status.REJECTED
+            self._unresolved -= 1
+            site.door.rejected(now)
+            return
+        records.status[request] = Status.OPEN
+        site.door.arrival(now, incremental, input_tokens)
+        self.waiting.add(now, 1)
+        remote = link >= 0
+        records.route[request] = Route.REMOTE if remote else Route.LOCAL
+        if remote:
+            self.counters.remote += 1
+            records.prfaas[request] = self.link_prfaas[link]
+        self._start_attempt(
+            request,
+            site,
+            number=1,
+            new_tokens=incremental,
+            cached_tokens=cached_tokens,
+            remaining_tokens=self._output[request],
+            remote=remote,
+            link=link,
+        )
+
+    def _refusal(self, site: PdSite, link: int, input_tokens: int) -> str | None:
+        """Why a request is rejected at the door, if it is."""
+        if self.max_input_tokens is not None and input_tokens > self.max_input_tokens:
+            return "over_limit"
+        capacity = site.decode_profile.kv_capacity_tokens
+        if capacity is not None and input_tokens + site.decode.kv_reserve_tokens > capacity:
+            return "kv_capacity"
+        most = self.world.scenario.admission.max_queue_requests
+        pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
+        if most is not None and len(pool.queue) >= most:
+            return "queue_full"
+        return None
+
+    def _bytes(self, tokens: int) -> int:
+        fixed, per_token, window_bytes, window = self._kv
+        return kv_transfer_bytes(fixed, per_token, window_bytes, window, tokens)  # type: ignore[arg-type]
+
+    def _rdma_s(self, site: PdSite, n_bytes: int) -> float:
+        return n_bytes * BITS_PER_BYTE / site.spec.rdma_bps + site.spec.rdma_latency_s
+
+    def _path(self, site: PdSite, pool: PrefillPool, link: int) -> PathState:
+        """What prediction reads now for the local pool (`link` < 0) or a remote pool over a link."""
+        now = self.now_ns
+        backlog_bits, observed_bps = 0.0, math.inf
+        if link >= 0:
+            state = self.links[link]
+            state.meter.advance_for_reading(now, state.total_rate_bps, state.congested)
+            backlog_bits = self.pending_bits[link] + state.unsent_bits(now)
+            observed_bps = state.meter.observed_bps
+        return PathState(
+            queued_work_s=pool.queued_work_ns / 1e9,
+            idle_instances=pool.idle_count(),
+            active_instances=pool.active,
+            residual_s=pool.first_free_ns(now) / 1e9,
+            backlog_bits=backlog_bits,
+            observed_bps=observed_bps,
+        )
+
+    def _predict(self, site: PdSite, link: int, new_tokens: int, cached_tokens: int) -> float:
+        """Predicted first-token time over a path, in seconds from now."""
+        n_bytes = self._bytes(new_tokens)
+        pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
+        latency_s = self._rdma_s(site, n_bytes) if link < 0 else self.link_specs[link].latency_s
+        return first_token_s(
+            self._path(site, pool, link),
+            pool.times.seconds(new_tokens, cached_tokens),
+            float(n_bytes * BITS_PER_BYTE),
+            latency_s,
+            self.pipeline_layers,
+            site.first_step_s,
+        )
+
+    def _best_link(self, site: PdSite, new_tokens: int, cached_tokens: int) -> tuple[int, float]:
+        """(link of the PrfaaS cluster with the earliest predicted finish, that prediction); lowest id on a tie."""
+        best, best_s = site.links[0], math.inf
+        for link in site.links:
+            predicted_s = self._predict(site, link, new_tokens, cached_tokens)
+            if predicted_s < best_s:
+                best, best_s = link, predicted_s
+        return best, best_s
+
+    def _route(self, site: PdSite, new_tokens: int, cached_tokens: int) -> int:
+        """Link to go over, or -1 for local prefill. Decided once, at arrival."""
+        if not site.links:
+            return -1
+        decision = site.decision
+        forced = site.prefill.active == 0
+        if decision.threshold_tokens is not None:
+            if not (forced or offload_by_threshold(new_tokens, decision.threshold_tokens)):
+                return -1
+            if len(site.links) == 1:
+                return site.links[0]
+            return self._best_link(site, new_tokens, cached_tokens)[0]
+        assert decision.margin_s is not None
+        link, remote_s = self._best_link(site, new_tokens, cached_tokens)
+        local_s = self._predict(site, -1, new_tokens, cached_tokens)
+        if forced or offload_by_margin(remote_s, local_s, decision.margin_s):
+            return link
+        return -1
+
+    # ------------------------------------------------------------------ life of an attempt
+
+    def _start_attempt(
+        self,
+        request: int,
+        site: PdSite,
+        *,
+        number: int,
+        new_tokens: int,
+        cached_tokens: int,
+        remaining_tokens: int,
+        remote: bool,
+        link: int = -1,
+    ) -> None:
+        if remote and link < 0:
+            link = self._best_link(site, new_tokens, cached_tokens)[0]
+        if not remote and site.prefill.active == 0 and site.links:
+            link = self._best_link(site, new_tokens, cached_tokens)[0]
+        pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
+        attempt = Attempt(
+            request=request,
+            number=number,
+            new_tokens=new_tokens,
+            cached_tokens=cached_tokens,
+            context_tokens=cached_tokens + new_tokens,
+            remaining_tokens=remaining_tokens,
+            prefill_ns=ns_from_s(pool.times.seconds(new_tokens, cached_tokens)),
+            bytes_to_send=self._bytes(new_tokens),
+            queued_ns=self.now_ns,
+            started=self.env.event(),
+            sent=self.env.event(),
+            link=link,
+        )
+        self.records.attempts[request] = number
+        if link >= 0:
+            self.pending_bits[link] += attempt.bytes_to_send * BITS_PER_BYTE
+        pool.push(attempt)
+        self.env.process(self._serve(site, pool, attempt))
+        self._settle_later()
+
+    def _serve(self, site: PdSite, pool: PrefillPool, attempt: Attempt) -> Process:
+        """Prefill, hand the KV cache over, join the decode queue."""
+        instance: Instance = yield attempt.started
+        request, number, link = attempt.request, attempt.number, attempt.link
+        if link >= 0 and self.pipeline_layers > 1:
+            self.env.process(self._open_while_prefilling(attempt))
+        yield self._at(
+            attempt.prefill_end_ns, Kind.PREFILL_END, pool.cluster, instance.id, request, number
+        )
+        self._end_prefill(pool, instance)
+        if link >= 0:
+            if attempt.flow is not None:
+                self.links[link].prefill_ended(attempt.flow)
+                self._settle_later()
+            elif self.pipeline_layers == 1:
+                self._open_flow(attempt)
+            yield attempt.sent
+            handover_ns = ns_from_s(self.link_specs[link].latency_s)
+        else:
+            handover_ns = ns_from_s(self._rdma_s(site, attempt.bytes_to_send))
+        yield self._at(
+            self.now_ns + handover_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, number
+        )
+        self._join_decode_queue(site, attempt)
+
+    def _open_while_prefilling(self, attempt: Attempt) -> Process:
+        """Layer-wise sending: the flow opens when the first of n layers is done."""
+        delay_ns = pipelined_open_ns(attempt.prefill_end_ns - self.now_ns, self.pipeline_layers)
+        yield self._at(
+            self.now_ns + delay_ns, Kind.FLOW_OPEN, attempt.link, 0, attempt.request, attempt.number
+        )
+        self._open_flow(attempt)
+
+    def _open_flow(self, attempt: Attempt) -> None:
+        link = self.links[attempt.link]
+        bits = attempt.bytes_to_send * BITS_PER_BYTE
+        cap_bps = self.link_specs[attempt.link].flow_cap_bps
+        prefill_ns = attempt.prefill_end_ns - attempt.started_ns
+        attempt.flow = Flow(
+            request=attempt.request,
+            attempt=attempt.number,
+            bits=float(bits),
+            opened_ns=self.now_ns,
+            producing_until_ns=attempt.prefill_end_ns,
+            produce_bps=pipelined_cap_bps(float(bits), prefill_ns) if prefill_ns > 0 else math.inf,
+            own_cap_bps=math.inf if cap_bps is None else cap_bps,
+            owner=attempt,
+        )
+        self.pending_bits[attempt.link] -= bits
+        link.open(attempt.flow)
+        self._settle_later()
+
+    def _end_prefill(self, pool: PrefillPool, instance: Instance) -> None:
+        pool.busy.add(self.now_ns, -1)
+        instance.running = None
+        if instance.drained is not None:
+            instance.drained.succeed()
+        self._settle_later()
+
+    def _join_decode_queue(self, site: PdSite, attempt: Attempt) -> None:
+        records, request = self.records, attempt.request
+        wants_first = records.first_token_ns[request] == NEVER_NS
+        if wants_first:
+            records.transfer_end_ns[request] = self.now_ns
+        site.decode.push(
+            self.now_ns,
+            Sequence(
+                request=request,
+                attempt=attempt.number,
+                context_tokens=attempt.context_tokens,
+                remaining_tokens=attempt.remaining_tokens,
+                kv_tokens=attempt.context_tokens + site.decode.kv_reserve_tokens,
+                wants_first=wants_first,
+            ),
+        )
+        self._settle_later()
+
+    # ------------------------------------------------------------------ link
+
+    def _capacity_changes(self, k: int) -> Process:
+        trace = self.world.links[k]
+        for at_ns, capacity_bps in zip(
+            trace.time_ns[1:].tolist(), trace.capacity_bps[1:].tolist(), strict=True
+        ):
+            yield self._at(at_ns, Kind.CAPACITY, k)
+            self.links[k].capacity_bps = capacity_bps
+            self.links[k].dirty = True
+            self._settle_later()
+
+    def _wake_link(self, k: int) -> None:
+        """Have the flows that end next end in their turn; an older wake-up finds its version gone."""
+        link = self.links[k]
+        self._link_wake[k] += 1
+        version = self._link_wake[k]
+        if link.next_end_ns == NEVER_NS:
+            return
+
+        def flows_end(_: simpy.Event) -> None:
+            if version != self._link_wake[k]:
+                return
+            for flow in link.end_due(self.now_ns):
+                flow.owner.sent.succeed()
+            self._settle_later()
+
+        event = self._at(link.next_end_ns, Kind.FLOW_END, k)
+        assert event.callbacks is not None
+        event.callbacks.append(flows_end)
+
+    # ------------------------------------------------------------------ decode
+
+    def _wake_decode(self, site: PdSite, instance: Instance) -> None:
+        batch = instance.batch
+        assert batch is not None
+        instance.wake_version += 1
+        version = instance.wake_version
+        if batch.next_ns == NEVER_NS:
+            return
+
+        def milestone(_: simpy.Event) -> None:
+            if version != instance.wake_version:
+                return
+            for request, what in batch.due(self.now_ns):
+                if what == FIRST:
+                    self._first_token(site, request)
+                else:
+                    self._finish(site, instance, batch, request)
+            if not batch.dirty:
+                batch.refresh_next()
+                self._wake_decode(site, instance)
+
+        event = self._at(batch.next_ns, Kind.DECODE, site.decode.cluster, instance.id)
+        assert event.callbacks is not None
+        event.callbacks.append(milestone)
+
+    def _first_token(self, site: PdSite, request: int) -> None:
+        now = self.now_ns
+        self.records.first_token_ns[request] = now
+        self.counters.first_tokens += 1
+        self.waiting.add(now, -1)
+        site.door.first_token(now, (now - self._arrival_ns[request]) / 1e9)
+
+    def _finish(self, site: PdSite, instance: Instance, batch: DecodeBatch, request: int) -> None:
+        now = self.now_ns
+        batch.leave(request)
+        site.decode.sequences.add(now, -1)
+        self.records.finish_ns[request] = now
+        self.records.status[request] = Status.FINISHED
+        self.counters.finished += 1
+        self._unresolved -= 1
+        tokens = self._output[request]
+        first_ns = int(self.records.first_token_ns[request])
+        tpot_s = (now - first_ns) / 1e9 / (tokens - 1) if tokens > 1 else 0.0
+        site.door.finished(now, tokens, tpot_s)
+        if instance.drained is not None and not batch.sequences:
+            instance.drained.succeed()
+        self._settle_later()
+
+    # ------------------------------------------------------------------ end of an instant
+
+    def _settle_later(self) -> None:
+        if self._settle_due:
+            return
+        self._settle_due = True
+        event = self._at(self.now_ns, Kind.SETTLE)
+        assert event.callbacks is not None
+        event.callbacks.append(self._settle)
+
+    def _settle(self, _: simpy.Event) -> None:
+        """Share the links, start prefills, admit to decode, fix decode steps: once, when the instant is over."""
+        self._settle_due = False
+        now = self.now_ns
+        for k, link in enumerate(self.links):
+            if link.dirty:
+                link.settle(now)
+                self._wake_link(k)
+        for pool in self.remote:
+            self._dispatch_prefill(pool)
+        for site in self.sites:
+            self._dispatch_prefill(site.prefill)
+        for site in self.sites:
+            self._dispatch_decode(site)
+            for instance in site.instances:
+                if instance.batch is not None and instance.batch.dirty:
+                    instance.batch.settle(now, instance.speed)
+                    self._wake_decode(site, instance)
+
+    def _dispatch_prefill(self, pool: PrefillPool) -> None:
+        while pool.queue:
+            instance = pool.best_idle()
+            if instance is None:
+                return
+            attempt = pool.pop()
+            now = self.now_ns
+            duration_ns = attempt.prefill_ns
+            if instance.speed < 1.0:
+                duration_ns = round(duration_ns / instance.speed)
+            attempt.started_ns = now
+            attempt.prefill_end_ns = now + duration_ns
+            instance.running = attempt
+            pool.busy.add(now, 1)
+            records, request = self.records, attempt.request
+            if records.first_token_ns[request] == NEVER_NS:
+                records.prefill_start_ns[request] = now
+                records.prefill_end_ns[request] = attempt.prefill_end_ns
+                records.service_ns[request] = duration_ns
+            if attempt.link >= 0:
+                records.sent_bytes[request] += attempt.bytes_to_send
+            attempt.started.succeed(instance)
+
+    def _dispatch_decode(self, site: PdSite) -> None:
+        pool, now = site.decode, self.now_ns
+        while pool.queue:
+            instance = pool.place_for(pool.queue[0][1])
+            if instance is None:
+                return
+            sequence = pool.pop()
+            assert instance.batch is not None
+            instance.batch.join(sequence, now)
+            pool.sequences.add(now, 1)
+            if sequence.wants_first:
+                self.records.decode_join_ns[sequence.request] = now
+
+    # ------------------------------------------------------------------ readings
+
+    def totals(self) -> Totals:
+        """Cumulative figures now, computed without storing."""
+        now = self.now_ns
+        c = self.counters
+        local = [site.prefill for site in self.sites]
+        decode = [site.decode for site in self.sites]
+        return Totals(
+            time_ns=now,
+            arrived=c.arrived,
+            finished=c.finished,
+            rejected=c.rejected,
+            aborted=c.aborted,
+            remote=c.remote,
+            conversions=c.conversions,
+            invalid_moves=c.invalid_moves,
+            waiting_ns=self.waiting.at(now),
+            remote_busy_ns=sum(p.busy.at(now) for p in self.remote),
+            remote_instances_ns=sum(p.in_role.at(now) for p in self.remote),
+            prefill_busy_ns=sum(p.busy.at(now) for p in local),
+            prefill_instances_ns=sum(p.in_role.at(now) for p in local),
+            decode_slots_used_ns=sum(p.sequences.at(now) for p in decode),
+            decode_slots_ns=sum(p.slots.at(now) for p in decode),
+            first_tokens=c.first_tokens,
+            egress_bits=tuple(link.delivered_bits(now) for link in self.links),
+            egress_peak_bps=tuple(link.meter.peak_bps for link in self.links),
+            reject_reasons=tuple(c.rejects),
+        )
+
+    def telemetry(self) -> Telemetry:
+        """What a scheduler can see now, computed without storing."""
+        readings = [self._read_site(site) for site in self.sites]
+        readings += [self._read_remote(pool) for pool in self.remote]
+        readings += [self._read_link(k) for k in range(len(self.links))]
+        schema = self.world.schema
+        return Telemetry(
+            schema,
+            self.now_ns,
+            pack(schema, readings),
+            conversion_tick=self.now_ns > 0 and self.now_ns % self.conversion_ns == 0,
+            legal_moves=self.legal(),
+            recent_lengths_tokens=tuple(site.door.recent_lengths() for site in self.sites),
+        )
+
+    def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """Legal moves of each PD cluster now."""
+        return tuple(self._legal(site) for site in self.sites)
+
+    def _read_prefill(self, pool: PrefillPool) -> dict[str, float]:
+        now = self.now_ns
+        return {
+            "prefill_queue_requests": float(len(pool.queue)),
+            "prefill_queue_tokens": float(pool.queued_tokens),
+            "prefill_queue_work_s": pool.queued_work_ns / 1e9,
+            "prefill_queue_oldest_s": (now - pool.queue[0].queued_ns) / 1e9 if pool.queue else 0.0,
+            "prefill_residual_s": sum(pool.residuals_ns(now)) / 1e9,
+            "prefill_busy_instances": float(pool.busy.count),
+            "prefill_instances": float(pool.active),
+        }
+
+    _read_remote = _read_prefill
+
+    def _read_site(self, site: PdSite) -> dict[str, float]:
+        now, decode, profile = self.now_ns, site.decode, site.decode_profile
+        out = site.door.reading(now)
+        out.update(self._read_prefill(site.prefill))
+        active = [i for i in site.instances if i.role is Role.DECODE and i.phase is Phase.ACTIVE]
+        batches = [i.batch for i in site.instances if i.batch is not None]
+        used = sum(i.sequences() for i in active)
+        capacity = profile.kv_capacity_tokens
+        kv_fill = 0.0
+        if capacity is not None and active:
+            kv_fill = sum(i.batch.kv_tokens for i in active if i.batch) / (capacity * len(active))
+        to_next_ns = self.conversion_ns - now % self.conversion_ns
+        if now > 0 and now % self.conversion_ns == 0 and site.converting == 0:
+            to_next_ns = 0
+        out.update(
+            decode_queue_requests=float(len(decode.queue)),
+            decode_queue_tokens=float(decode.queued_tokens),
+            decode_queue_work_s=decode_work_s(
+                len(decode.queue), out["output_tokens_mean"], site.full_step_s, profile.slots
+            ),
+            decode_queue_oldest_s=(now - decode.queue[0][0]) / 1e9 if decode.queue else 0.0,
+            decode_sequences=float(decode.sequences.count),
+            decode_busy_instances=float(sum(bool(b.sequences) for b in batches)),
+            decode_instances=float(len(active)),
+            decode_slot_use=used / (len(active) * profile.slots) if active else 0.0,
+            decode_kv_fill=kv_fill,
+            converting_instances=float(site.converting),
+            conversion_valid=float(site.converted_ns >= 0),
+            since_conversion_s=(now - site.converted_ns) / 1e9 if site.converted_ns >= 0 else 0.0,
+            next_conversion_s=to_next_ns / 1e9,
+        )
+        d = site.decision
+        out.update(decision_fields(d.threshold_tokens, d.margin_s, d.cache_rule))
+        return out
+
+    def _read_link(self, k: int) -> dict[str, float]:
+        now, link = self.now_ns, self.links[k]
+        link.meter.advance_for_reading(now, link.total_rate_bps, link.congested)
+        backlog_bits = self.pending_bits[k] + link.unsent_bits(now)
+        out = link.meter.reading(now)
+        out.update(
+            backlog_bytes=backlog_bits / BITS_PER_BYTE,
+            backlog_s=backlog_bits / link.meter.observed_bps,
+            staged_bytes=link.staged_bits(now) / BITS_PER_BYTE,
+            open_flows=float(len(link.flows)),
+            retransmission_share=0.0,
+        )
+        return out
+
+    # ------------------------------------------------------------------ snapshots
+
+    def snapshot(self) -> Snapshot:
+        """The whole state. Generators cannot be copied, so it is the world, the decisions taken and the time."""
+        return Snapshot(self.world, self.now_ns, tuple(self._log))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot by replaying its decisions; exact, since the world is drawn once."""
+        self.world = snapshot.world
+        self._log = []
+        self._start()
+        for entry in snapshot.decisions:
+            self.run_until(entry.time_ns)
+            self.apply(entry.decision)
+        self.run_until(snapshot.time_ns)
