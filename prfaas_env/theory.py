@@ -123,7 +123,7 @@ def _divide(numerator: ArrayLike, denominator: ArrayLike) -> FloatArray:
 def decode_batch(decode: DecodeProfile, input_tokens_mean: float) -> int:
     """Sequences that a full decode instance holds: its slots, or fewer where KV room runs out first.
 
-    Admission reserves `kv_reserve_tokens` beyond the input; requests are taken at their mean length. At least 1.
+    Admission reserves `kv_reserve_tokens` beyond the input; requests count at their mean length. At least 1.
     """
     if decode.kv_capacity_tokens is None:
         return decode.slots
@@ -336,8 +336,8 @@ def capacity(
     """One point of the model: this threshold, this split. Other arguments and errors as in `search`.
 
     Args:
-        threshold_tokens: requests longer than this go remote; 0 = all, infinite = none. Without PrfaaS instances
-            no request may exceed it, and the result says infinite.
+        threshold_tokens: requests longer than this go remote; 0 = all, infinite = none. Without PrfaaS
+            instances no request may exceed it, and the result says infinite.
         n_prefill: local instances that prefill, 0 to n_local - 1.
     """
     if n_prfaas == 0 and float(_share(lengths, np.array(threshold_tokens))) > 0.0:
