@@ -1,4 +1,4 @@
-"""`prfaas plan`: the throughput model's best threshold and split, and the cheapest deployment for a demand."""
+"""`prfaas plan`: the throughput model's best threshold and split, the cheapest deployment for a demand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from prfaas_env.theory import Means, Optimum, Sizing, cheapest, plan
 from prfaas_env.workload.means import mean_rate_rps
 
 _EQUATIONS_ONLY = (
-    "This is the equations' answer: no queueing, no bursts, no transfer time, no cost of conversions. Close to "
-    "the largest rate real queues are long; simulate the deployment before you rely on it."
+    "This is the equations' answer: no queueing, no bursts, no transfer time, no cost of conversions. "
+    "Close to the largest rate real queues are long; simulate the deployment before you rely on it."
 )
 _DEPLOYMENTS = ("prfaas", "homogeneous", "naive")
 
@@ -127,13 +127,14 @@ def _forwards(scenario: Scenario, means: Means, as_json: bool) -> None:
     console.print(table)
     rate_rps = mean_rate_rps(scenario.workload)
     load = rate_rps / found["prfaas"].lambda_max_rps
-    console.print(
-        f"The scenario's mean arrival rate is {rate_rps:.3g} req/s, {load:.0%} of the first column's."
+    _say(
+        console,
+        f"The scenario's mean arrival rate is {rate_rps:.3g} req/s, {load:.0%} of the first column's.",
     )
-    console.print("Service TTFT is prefill service time alone: no queue, no transfer.")
+    _say(console, "Service TTFT is prefill service time alone: no queue, no transfer.")
     missing = [name for name in _DEPLOYMENTS if name not in found]
     if missing:
-        console.print(f"Left out: {', '.join(missing)}; model {scenario.model.name} lacks that hardware.")
+        _say(console, f"Left out: {', '.join(missing)}; model {scenario.model.name} lacks that hardware.")
     _print_sources(console, scenario)
 
 
@@ -149,15 +150,19 @@ def _rows(points: list[Optimum]) -> list[tuple[str, list[str]]]:
     return [
         ("threshold (tokens)", [_threshold(o) for o in points]),
         ("PrfaaS / prefill / decode", [f"{o.n_prfaas} / {o.n_prefill} / {o.n_decode}" for o in points]),
-        ("Theta PrfaaS (req/s)", [f"{o.theta_prfaas_rps:.3f}" for o in points]),
-        ("Theta PD-P (req/s)", [f"{o.theta_pdp_rps:.3f}" for o in points]),
-        ("Theta PD-D (req/s)", [f"{o.theta_pdd_rps:.3f}" for o in points]),
+        ("Theta PrfaaS (req/s)", [_theta(o.theta_prfaas_rps) for o in points]),
+        ("Theta PD-P (req/s)", [_theta(o.theta_pdp_rps) for o in points]),
+        ("Theta PD-D (req/s)", [_theta(o.theta_pdd_rps) for o in points]),
         ("Lambda max (req/s)", [f"{o.lambda_max_rps:.3f}" for o in points]),
         ("offloaded", [f"{o.offload_share:.1%}" for o in points]),
         ("egress at Lambda max (Gbps)", [f"{o.egress_bps / 1e9:.2f}" for o in points]),
         ("service TTFT mean (s)", [f"{o.service_ttft_mean_s:.2f}" for o in points]),
         ("service TTFT P90 (s)", [f"{o.service_ttft_p90_s:.2f}" for o in points]),
     ]
+
+
+def _theta(value_rps: float) -> str:
+    return f"{value_rps:.3f}" if value_rps else "-"
 
 
 def _threshold(point: Optimum) -> str:
@@ -169,11 +174,20 @@ def _threshold(point: Optimum) -> str:
 def _print_sources(console: Console, scenario: Scenario) -> None:
     """Where the figures behind the answer come from, in the words of the profiles."""
     deployment = scenario.deployment
-    for hardware in dict.fromkeys(c.hardware for c in (*deployment.prfaas, *deployment.pd)):
+    names = [*(c.hardware for c in deployment.prfaas), *(c.hardware for c in deployment.pd)]
+    _say(
+        console, "Sources (back-solved: fitted to published results, itself neither published nor measured):"
+    )
+    for hardware in dict.fromkeys(names):
         profile = scenario.model.hardware[hardware]
-        console.print(escape(f"{hardware} prefill: {profile.prefill.source.strip()}"))
+        _say(console, f"- {hardware} prefill: {profile.prefill.source.strip()}")
         if profile.decode is not None:
-            console.print(escape(f"{hardware} decode: {profile.decode.source.strip()}"))
+            _say(console, f"- {hardware} decode: {profile.decode.source.strip()}")
+
+
+def _say(console: Console, text: str) -> None:
+    """Plain text, unwrapped whatever the width, so that it can be searched."""
+    console.print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _sizing_json(sizing: Sizing, rate_rps: float, ttft_p90_s: float) -> dict[str, Any]:
@@ -195,5 +209,5 @@ def _print_sizing(scenario: Scenario, sizing: Sizing, rate_rps: float, ttft_p90_
     table.add_row("egress at the rate (Gbps)", f"{sizing.egress_bps / 1e9:.2f}")
     table.add_row("cost", f"{sizing.cost:g}")
     console.print(table)
-    console.print(_EQUATIONS_ONLY)
+    _say(console, _EQUATIONS_ONLY)
     _print_sources(console, scenario)

@@ -276,7 +276,7 @@ class TelemetrySchema:
 
     @cached_property
     def _flag_index(self) -> IntArray:
-        out = []
+        out: list[int] = []
         for group, fields in self.groups:
             out.extend(-1 if f.flag is None else self.index[f"{group}.{f.flag}"] for f in fields)
         return np.array(out, dtype=np.int64)
@@ -476,6 +476,15 @@ def length_bin(tokens: float) -> int:
     return low
 
 
+#: An objective counts as met up to this relative excess, so that a constant step of exactly the objective meets it.
+SLO_TOLERANCE = 1e-9
+
+
+def meets(objective_s: float | None, value_s: float) -> bool:
+    """Whether a time meets an objective; an objective that is not set is met."""
+    return objective_s is None or value_s <= objective_s * (1.0 + SLO_TOLERANCE)
+
+
 # Columns of a door ring.
 (
     _ARRIVALS,
@@ -526,14 +535,14 @@ class DoorMeter:
         """A first token came `ttft_s` after its request."""
         row = self._row(time_ns)
         row[_FIRST] += 1
-        row[_FIRST_OK] += self.ttft_slo_s is not None and ttft_s <= self.ttft_slo_s
+        row[_FIRST_OK] += meets(self.ttft_slo_s, ttft_s)
 
     def finished(self, time_ns: int, output_tokens: int, tpot_s: float) -> None:
         """A request finished with this many output tokens."""
         row = self._row(time_ns)
         row[_FINISHED] += 1
         row[_OUTPUT] += output_tokens
-        row[_TPOT_OK] += self.tpot_slo_s is not None and tpot_s <= self.tpot_slo_s * (1 + 1e-9)
+        row[_TPOT_OK] += meets(self.tpot_slo_s, tpot_s)
 
     def rejected(self, time_ns: int) -> None:
         """A request was rejected at the door."""

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from prfaas_env.base import Bps, Frozen
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
+from prfaas_env.workload.means import mean_rate_rps
 from prfaas_env.workload.models import (
     GammaArrivals,
     RegimeArrivals,
@@ -237,16 +238,17 @@ class Scenario(Frozen):
     @model_validator(mode="after")
     def _hardware_known(self) -> Self:
         known = sorted(self.model.hardware)
-        for cluster in (*self.deployment.prfaas, *self.deployment.pd):
+        clusters: list[PrfaasCluster | PdCluster] = [*self.deployment.prfaas, *self.deployment.pd]
+        for cluster in clusters:
             if cluster.hardware not in self.model.hardware:
                 raise ValueError(
                     f"deployment: cluster {cluster.name!r} names hardware {cluster.hardware!r}; "
                     f"the model has {known}"
                 )
-        for cluster in self.deployment.pd:
-            if self.model.hardware[cluster.hardware].decode is None:
+        for pd in self.deployment.pd:
+            if self.model.hardware[pd.hardware].decode is None:
                 raise ValueError(
-                    f"deployment: pd cluster {cluster.name!r}: hardware {cluster.hardware!r} has no decode profile"
+                    f"deployment: pd cluster {pd.name!r}: hardware {pd.hardware!r} has no decode profile"
                 )
         return self
 
@@ -267,11 +269,12 @@ class Scenario(Frozen):
     def with_rate(self, rate_rps: float) -> Scenario:
         """A copy with this mean arrival rate: set for Poisson, gamma and even spacing, scaled for regimes.
 
-        A trace has its own rate; scale its `speed` with `with_trace_speed` instead.
+        A trace is replayed faster or slower (`speed`) to have this rate.
         """
         workload = self.workload
         if isinstance(workload, TraceWorkload):
-            raise ValueError("a trace has its own arrival rate")
+            factor = rate_rps / mean_rate_rps(workload)
+            return self.replace(workload=workload.model_copy(update={"speed": workload.speed * factor}))
         arrivals = workload.arrivals
         if isinstance(arrivals, RegimeArrivals):
             factor = rate_rps / arrivals.rate_rps.mean

@@ -64,10 +64,6 @@ class Instance:
     drained: simpy.Event | None = None
     wake_version: int = 0
 
-    def idle_for_prefill(self) -> bool:
-        """Whether it can take a prefill now."""
-        return self.role is Role.PREFILL and self.phase is Phase.ACTIVE and self.running is None
-
     def sequences(self) -> int:
         """Sequences in decode here."""
         return len(self.batch.sequences) if self.batch is not None else 0
@@ -78,7 +74,7 @@ class PrefillTimes:
 
     def __init__(self, hardware: HardwareProfile) -> None:
         arrays = hardware.prefill.arrays()
-        self._coefficients = tuple(
+        self._coefficients: tuple[list[float], ...] = tuple(
             a.tolist() for a in (arrays.start_tokens, arrays.c0_s, arrays.c1_s, arrays.c2_s)
         )
 
@@ -121,7 +117,12 @@ class PrefillPool:
         """Idle instance: the fastest, then the lowest id."""
         best: Instance | None = None
         for instance in self.instances:
-            if instance.idle_for_prefill() and (best is None or instance.speed > best.speed):
+            if (
+                instance.running is None
+                and instance.role is Role.PREFILL
+                and instance.phase is Phase.ACTIVE
+                and (best is None or instance.speed > best.speed)
+            ):
                 best = instance
         return best
 
@@ -144,7 +145,9 @@ class PrefillPool:
 
     def idle_count(self) -> int:
         """Idle active instances."""
-        return sum(i.idle_for_prefill() for i in self.instances)
+        return sum(
+            i.running is None and i.role is Role.PREFILL and i.phase is Phase.ACTIVE for i in self.instances
+        )
 
 
 @dataclass(slots=True)

@@ -48,11 +48,11 @@ class DecodeBatch:
     dirty: bool = False
     milestones: list[tuple[int, int, int, int]] = field(default_factory=list)
     next_ns: int = NEVER_NS
+    token_u: int = 0
+    """Virtual time of one token."""
 
-    @property
-    def token_u(self) -> int:
-        """Virtual time of one token."""
-        return ns_from_s(self.profile.a_s)
+    def __post_init__(self) -> None:
+        self.token_u = ns_from_s(self.profile.a_s)
 
     def has_room(self, kv_tokens: int) -> bool:
         """Whether a sequence that reserves this much KV room can join now."""

@@ -30,12 +30,7 @@ _CLUSTER_BITS, _INSTANCE_BITS, _REQUEST_BITS, _ATTEMPT_BITS = 12, 20, 40, 16
 
 def event_key(kind: int, cluster: int = 0, instance: int = 0, request: int = 0, attempt: int = 0) -> int:
     """One integer that sorts like (kind, cluster, instance, request, attempt); at least 2."""
-    key = kind + 1
-    for value, bits in (
-        (cluster, _CLUSTER_BITS),
-        (instance, _INSTANCE_BITS),
-        (request, _REQUEST_BITS),
-        (attempt, _ATTEMPT_BITS),
-    ):
-        key = (key << bits) | value
-    return key
+    return (
+        ((((kind + 1) << _CLUSTER_BITS | cluster) << _INSTANCE_BITS | instance) << _REQUEST_BITS | request)
+        << _ATTEMPT_BITS
+    ) | attempt

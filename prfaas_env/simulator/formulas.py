@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+#: What a formula reads or fills: an array, or a list where plain Python is quicker.
+Floats = FloatArray | list[float]
+Ints = IntArray | list[int]
 
 NS_PER_S = 1_000_000_000
 BITS_PER_BYTE = 8
@@ -25,7 +28,7 @@ def ns_from_s(seconds: float) -> int:
 
 
 def piecewise_s(
-    start_tokens: FloatArray, c0_s: FloatArray, c1_s: FloatArray, c2_s: FloatArray, tokens: float
+    start_tokens: Floats, c0_s: Floats, c1_s: Floats, c2_s: Floats, tokens: float
 ) -> float:
     """Value in seconds at `tokens` of a piecewise quadratic.
 
@@ -42,10 +45,10 @@ def piecewise_s(
 
 
 def prefill_s(
-    start_tokens: FloatArray,
-    c0_s: FloatArray,
-    c1_s: FloatArray,
-    c2_s: FloatArray,
+    start_tokens: Floats,
+    c0_s: Floats,
+    c1_s: Floats,
+    c2_s: Floats,
     new_tokens: int,
     cached_tokens: int,
 ) -> float:
@@ -69,8 +72,8 @@ def prefill_s(
 def kv_transfer_bytes(
     fixed_bytes: int,
     bytes_per_token: int,
-    window_bytes_per_token: IntArray,
-    window_tokens: IntArray,
+    window_bytes_per_token: Ints,
+    window_tokens: Ints,
     tokens: int,
 ) -> int:
     """Bytes of KV cache and state that cross the wire for `tokens` tokens (paper section 3.2, table 5).
@@ -100,7 +103,7 @@ def pipelined_cap_bps(bits: float, prefill_ns: int) -> float:
     return bits / (prefill_ns / 1e9)
 
 
-def max_min_rates(capacity_bps: float, caps_bps: FloatArray, order: IntArray, rates_bps: FloatArray) -> bool:
+def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps: Floats) -> bool:
     """Max-min fair rates of flows that share one link (water-filling).
 
     Args:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from prfaas_env.simulator.formulas import NEVER_NS, flow_end_ns, max_min_rates, sent_bits
 from prfaas_env.telemetry import LinkMeter
 
@@ -85,13 +83,13 @@ class LinkState:
             self.meter.advance(now_ns, self.total_rate_bps, self.congested)
             self.settled_ns = now_ns
         n = len(self.flows)
-        caps = np.array([f.cap_bps for f in self.flows], dtype=np.float64)
-        rates = np.zeros(n)
-        order = np.argsort(caps, kind="stable")
+        caps = [f.cap_bps for f in self.flows]
+        rates = [0.0] * n
+        order = sorted(range(n), key=caps.__getitem__)
         self.congested = max_min_rates(self.capacity_bps, caps, order, rates)
         total = 0.0
         self.next_end_ns = NEVER_NS
-        for flow, rate in zip(self.flows, rates.tolist(), strict=True):
+        for flow, rate in zip(self.flows, rates, strict=True):
             flow.rate_bps = rate
             flow.end_ns = flow_end_ns(now_ns, flow.remaining_bits, rate)
             self.next_end_ns = min(self.next_end_ns, flow.end_ns)

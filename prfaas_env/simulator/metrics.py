@@ -15,6 +15,7 @@ from prfaas_env.scenarios.models import Slo
 from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S, FloatArray
 from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Route, Status, Totals
 from prfaas_env.simulator.world import World
+from prfaas_env.telemetry import meets
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 #: Quantiles with open requests at their age and at infinity that differ by more than this flag saturation.
@@ -72,14 +73,13 @@ def tpot_s(world: World, records: RequestRecords, mask: np.ndarray[Any, Any]) ->
 def meets_slo(world: World, records: RequestRecords, slo: Slo, mask: np.ndarray[Any, Any]) -> int:
     """Finished requests under `mask` that meet every objective of the scenario."""
     done = mask & (records.finish_ns != NEVER_NS)
-    ok = np.ones(int(done.sum()), dtype=np.bool_)
     first = records.first_token_ns[done]
-    if slo.ttft_s is not None:
-        ok &= (first - world.requests.arrival_ns[done]) / NS_PER_S <= slo.ttft_s
-    if slo.tpot_s is not None:
-        gaps = np.maximum(world.requests.output_tokens[done] - 1, 1)
-        ok &= (records.finish_ns[done] - first) / NS_PER_S / gaps <= slo.tpot_s * (1 + 1e-9)
-    return int(ok.sum())
+    ttft = (first - world.requests.arrival_ns[done]) / NS_PER_S
+    tpot = (records.finish_ns[done] - first) / NS_PER_S / np.maximum(world.requests.output_tokens[done] - 1, 1)
+    return sum(
+        meets(slo.ttft_s, a) and meets(slo.tpot_s, b)
+        for a, b in zip(ttft.tolist(), tpot.tolist(), strict=True)
+    )
 
 
 def episode_metrics(

@@ -124,6 +124,8 @@ class Totals:
     decode_slots_used_ns: int
     decode_slots_ns: int
     first_tokens: int
+    good: int
+    """Finished requests that met every objective of the scenario."""
     egress_bits: tuple[float, ...]
     egress_peak_bps: tuple[float, ...]
     """Most that one whole second after the warm-up delivered, per link (as of the last link change)."""
@@ -141,6 +143,7 @@ class Counters:
     conversions: int = 0
     invalid_moves: int = 0
     first_tokens: int = 0
+    good: int = 0
     rejects: list[int] = field(default_factory=lambda: [0] * len(REJECT_REASONS))
 
     @property

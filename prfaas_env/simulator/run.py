@@ -9,7 +9,7 @@ import numpy as np
 
 from prfaas_env.policy import Policy, PolicyContext
 from prfaas_env.scenarios.models import Scenario
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, Engine, make_engine
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, ns_from_s
 from prfaas_env.simulator.metrics import episode_metrics
 from prfaas_env.simulator.records import RequestRecords, Totals
@@ -39,13 +39,12 @@ class Episode:
 
     world: World
     records: RequestRecords
-    start: Totals
     end: Totals
     metrics: dict[str, Any]
     timeline: dict[str, FloatArray] | None
 
 
-def _timeline_row(engine: Engine, telemetry: Telemetry, world: World) -> tuple[float, ...]:
+def _timeline_row(telemetry: Telemetry, world: World) -> tuple[float, ...]:
     """First PD cluster, all PrfaaS clusters and the first link of one reading (true capacity: for plots only)."""
     pd = telemetry.pd[0]
     links = telemetry.link
@@ -70,6 +69,38 @@ def _timeline_row(engine: Engine, telemetry: Telemetry, world: World) -> tuple[f
     )
 
 
+class EpisodeRun:
+    """One engine on one world with the totals at the end of the warm-up; `simulate` and the env step it."""
+
+    def __init__(self, world: World, engine: str) -> None:
+        self.world = world
+        self.engine = make_engine(engine, world)
+        self.warmup_ns = ns_from_s(world.scenario.measure.warmup_s)
+        self.control_ns = ns_from_s(world.scenario.control.control_interval_s)
+        self.start: Totals | None = self.engine.totals() if self.warmup_ns == 0 else None
+
+    def run_until(self, t_ns: int, drain: bool = False) -> None:
+        """Run to `t_ns`; with `drain` stop at the last finish if that comes first."""
+        if self.start is None and self.engine.now_ns < self.warmup_ns <= t_ns:
+            self._run(self.warmup_ns, drain)
+            self.start = self.engine.totals()
+        self._run(t_ns, drain)
+
+    def _run(self, t_ns: int, drain: bool) -> None:
+        if drain:
+            self.engine.run_to_end(t_ns)
+            if self.engine.done:
+                return
+        if t_ns < NEVER_NS:
+            self.engine.run_until(t_ns)
+
+    def metrics(self, drained: bool = False) -> dict[str, Any]:
+        """The figures of the episode so far."""
+        end = self.engine.totals()
+        start = self.start if self.start is not None else end
+        return episode_metrics(self.world, self.engine.records, start, end, horizon_reached=not drained)
+
+
 def simulate(
     scenario: Scenario,
     policy: Policy,
@@ -78,7 +109,7 @@ def simulate(
     engine: str = DEFAULT_ENGINE,
     n_requests: int | None = None,
     duration_s: float | None = None,
-    drain: bool = False,
+    whole_trace: bool = False,
     timeline: bool = False,
     policy_seed: int = 0,
 ) -> Episode:
@@ -91,46 +122,30 @@ def simulate(
         engine: engine name.
         n_requests: this many arrivals, drained to the last finish.
         duration_s: arrivals and run stop here; default the scenario's horizon.
-        drain: run to the last finish although a duration is given.
+        whole_trace: replay the whole slice of a trace workload, drained to the last finish.
         timeline: keep one row per decision (then constant policies are asked every tick too).
         policy_seed: seed of the policy's own randomness.
 
     Returns:
         The episode with its metrics.
     """
-    world = draw_world(scenario, seed, n_requests=n_requests, horizon_s=duration_s)
+    world = draw_world(scenario, seed, n_requests=n_requests, horizon_s=duration_s, whole_trace=whole_trace)
+    drain = n_requests is not None or whole_trace
     end_s = duration_s if duration_s is not None else scenario.measure.horizon_s
-    drained = drain or n_requests is not None
-    sim = make_engine(engine, world)
+    end_ns = NEVER_NS if drain else ns_from_s(end_s)
+    run = EpisodeRun(world, engine)
     policy.reset(PolicyContext(scenario, world.schema, policy_seed))
-    warmup_ns = ns_from_s(scenario.measure.warmup_s)
-    end_ns = NEVER_NS if drained else ns_from_s(end_s)
-    control_ns = ns_from_s(scenario.control.control_interval_s)
-    start = sim.totals() if warmup_ns == 0 else None
     rows: list[tuple[float, ...]] = []
     tick = 0
     while True:
-        telemetry = sim.telemetry()
-        sim.apply(policy.decide(telemetry))
+        run.engine.apply(policy.decide(run.engine.telemetry()))
         if timeline:
-            rows.append(_timeline_row(sim, sim.telemetry(), world))
+            rows.append(_timeline_row(run.engine.telemetry(), world))
         tick += 1
-        next_ns = end_ns if policy.constant and not timeline else min(tick * control_ns, end_ns)
-        if start is None and sim.now_ns < warmup_ns <= next_ns:
-            sim.run_until(warmup_ns)
-            start = sim.totals()
-        if drained:
-            sim.run_to_end(next_ns)
-            if sim.done:
-                break
-        if next_ns < NEVER_NS:
-            sim.run_until(next_ns)
-        if sim.now_ns >= end_ns:
+        ask_once = policy.constant and not timeline
+        run.run_until(end_ns if ask_once else min(tick * run.control_ns, end_ns), drain)
+        if run.engine.now_ns >= end_ns or (drain and run.engine.done):
             break
-    end = sim.totals()
-    if start is None:
-        start = end
-    metrics = episode_metrics(world, sim.records, start, end, horizon_reached=not drained)
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(TIMELINE))
     lines = {name: columns[:, k] for k, name in enumerate(TIMELINE)} if timeline else None
-    return Episode(world, sim.records, start, end, metrics, lines)
+    return Episode(world, run.engine.records, run.engine.totals(), run.metrics(drain), lines)

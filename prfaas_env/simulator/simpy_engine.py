@@ -62,10 +62,12 @@ from prfaas_env.telemetry import (
     Telemetry,
     decision_fields,
     decode_work_s,
+    meets,
     pack,
 )
 
 Process = Generator[simpy.Event, Any, None]
+_SETTLE_KEY = event_key(Kind.SETTLE)
 
 
 class _KeyedEvent(simpy.Event):
@@ -147,7 +149,12 @@ class SimpyEngine:
         self.pending_bits = [0] * len(self.links)
         kv = scenario.model.kv
         per_token, window = kv.window_arrays()
-        self._kv = (kv.fixed_bytes, kv.bytes_per_token, per_token.tolist(), window.tolist())
+        self._kv: tuple[int, int, list[int], list[int]] = (
+            kv.fixed_bytes,
+            kv.bytes_per_token,
+            per_token.tolist(),
+            window.tolist(),
+        )
         pipelined = scenario.transport.pipelining and kv.n_layers > 1
         self.pipeline_layers = kv.n_layers if pipelined else 1
         self.control_ns = ns_from_s(scenario.control.control_interval_s)
@@ -179,7 +186,7 @@ class SimpyEngine:
     @property
     def now_ns(self) -> int:
         """Present instant."""
-        return int(self.env.now)
+        return self.env.now  # type: ignore[return-value]
 
     def _at(
         self,
@@ -199,8 +206,9 @@ class SimpyEngine:
 
     def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
         """Run until every request is resolved (or to `limit_ns`)."""
-        while self._unresolved > 0 and self.env.peek() < limit_ns:
-            self.env.step()
+        step, peek = self.env.step, self.env.peek
+        while self._unresolved > 0 and peek() < limit_ns:
+            step()
 
     @property
     def done(self) -> bool:
@@ -374,8 +382,7 @@ class SimpyEngine:
         return None
 
     def _bytes(self, tokens: int) -> int:
-        fixed, per_token, window_bytes, window = self._kv
-        return kv_transfer_bytes(fixed, per_token, window_bytes, window, tokens)  # type: ignore[arg-type]
+        return kv_transfer_bytes(*self._kv, tokens)
 
     def _rdma_s(self, site: PdSite, n_bytes: int) -> float:
         return n_bytes * BITS_PER_BYTE / site.spec.rdma_bps + site.spec.rdma_latency_s
@@ -633,6 +640,9 @@ class SimpyEngine:
         first_ns = int(self.records.first_token_ns[request])
         tpot_s = (now - first_ns) / 1e9 / (tokens - 1) if tokens > 1 else 0.0
         site.door.finished(now, tokens, tpot_s)
+        slo = self.world.scenario.slo
+        ttft_s = (first_ns - self._arrival_ns[request]) / 1e9
+        self.counters.good += meets(slo.ttft_s, ttft_s) and meets(slo.tpot_s, tpot_s)
         if instance.drained is not None and not batch.sequences:
             instance.drained.succeed()
         self._settle_later()
@@ -643,7 +653,7 @@ class SimpyEngine:
         if self._settle_due:
             return
         self._settle_due = True
-        event = self._at(self.now_ns, Kind.SETTLE)
+        event = _KeyedEvent(self.env, self.now_ns, _SETTLE_KEY)
         assert event.callbacks is not None
         event.callbacks.append(self._settle)
 
@@ -656,11 +666,14 @@ class SimpyEngine:
                 link.settle(now)
                 self._wake_link(k)
         for pool in self.remote:
-            self._dispatch_prefill(pool)
+            if pool.queue:
+                self._dispatch_prefill(pool)
         for site in self.sites:
-            self._dispatch_prefill(site.prefill)
+            if site.prefill.queue:
+                self._dispatch_prefill(site.prefill)
         for site in self.sites:
-            self._dispatch_decode(site)
+            if site.decode.queue:
+                self._dispatch_decode(site)
             for instance in site.instances:
                 if instance.batch is not None and instance.batch.dirty:
                     instance.batch.settle(now, instance.speed)
@@ -727,6 +740,7 @@ class SimpyEngine:
             decode_slots_used_ns=sum(p.sequences.at(now) for p in decode),
             decode_slots_ns=sum(p.slots.at(now) for p in decode),
             first_tokens=c.first_tokens,
+            good=c.good,
             egress_bits=tuple(link.delivered_bits(now) for link in self.links),
             egress_peak_bps=tuple(link.meter.peak_bps for link in self.links),
             reject_reasons=tuple(c.rejects),

@@ -80,7 +80,12 @@ def _assign_pd(scenario: Scenario, n: int, seed: int) -> IntArray:
 
 
 def draw_world(
-    scenario: Scenario, seed: int, *, n_requests: int | None = None, horizon_s: float | None = None
+    scenario: Scenario,
+    seed: int,
+    *,
+    n_requests: int | None = None,
+    horizon_s: float | None = None,
+    whole_trace: bool = False,
 ) -> World:
     """Draw an episode.
 
@@ -89,8 +94,9 @@ def draw_world(
         seed: episode seed; the same seed gives the same world.
         n_requests: exactly this many arrivals, however long they take (a trace gives at most what it holds).
         horizon_s: arrivals in [0, horizon_s); default the scenario's horizon unless `n_requests` is given.
+        whole_trace: no limit at all (for a trace workload: its whole slice).
     """
-    if n_requests is None and horizon_s is None:
+    if n_requests is None and horizon_s is None and not whole_trace:
         horizon_s = scenario.measure.horizon_s
     table = generate_requests(scenario.workload, seed=seed, horizon_s=horizon_s, n_requests=n_requests)
     pd_of = _assign_pd(scenario, len(table), seed)
