@@ -145,6 +145,8 @@ class LengthLaw:
         sums = np.zeros((4, thresholds.size))
         for weight, part in self._parts:
             sums += weight * np.stack(part.split(thresholds.ravel()))
+        # Rounding may leave a probability one unit above 1.
+        sums[:2] = np.minimum(sums[:2], 1.0)
         above, below, sum_above, sum_below = sums.reshape(4, *thresholds.shape)
         return above, below, sum_above, sum_below
 

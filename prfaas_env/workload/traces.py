@@ -216,8 +216,9 @@ def _inferred_block_tokens(path: Path, length: IntArray, counts: IntArray) -> in
         raise PrfaasError(
             f"{path}: prefix blocks may have any size from {lowest} to {highest} tokens; state block_tokens"
         )
-    candidates = {_USUAL_BLOCK_TOKENS, 16, int(np.median(low)), max(lowest, 1), max(highest, 1)}
-    fits: dict[int, int] = {b: int(np.sum(counts == -(-length // b))) for b in sorted(candidates)}
+    # The usual sizes first, so that they win a tie.
+    candidates = [_USUAL_BLOCK_TOKENS, 16, int(np.median(low)), max(lowest, 1), max(highest, 1)]
+    fits: dict[int, int] = {b: int(np.sum(counts == -(-length // b))) for b in candidates}
     return max(fits, key=lambda b: fits[b])
 
 

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.cli_trace import app
+
+
+def _run(*args):
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["inspect", *args])
+
+
+def test_table_for_people():
+    result = _run("bundled:mooncake_conversation_first_32min")
+    assert result.exit_code == 0
+    for text in ("12,782", "124,847", "6,151", "19.1%", "35.1%", "format mooncake, told from the first line"):
+        assert text in result.output
+
+
+def test_azure_code_says_that_nothing_is_above_the_threshold():
+    result = _run("bundled:azure_llm_2023_code", "--format", "azure")
+    assert result.exit_code == 0
+    for text in ("8,819", "3,435.948 s", "217.169 s", "0.0%", "7,437", "no prefix data"):
+        assert text in result.output
+    assert "told from the first line" not in result.output
+
+
+def test_json():
+    result = _run("bundled:azure_llm_2023_conv", "--json", "--threshold", "1000")
+    found = json.loads(result.output)
+    assert found["requests"] == 19_366
+    assert found["threshold_tokens"] == 1_000
+    assert 0.4 < found["share_above"] < 0.6
+    assert found["prefix"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("bundled:nothing",), "no bundled trace 'nothing'; bundled are azure_llm_2023_code"),
+        (
+            ("bundled:azure_llm_2023_code", "--format", "parquet"),
+            "--format is 'parquet'; allowed: mooncake, azure",
+        ),
+        (("bundled:azure_llm_2023_code", "--format", "mooncake"), ":1: the format is set to mooncake, but"),
+        (
+            ("bundled:azure_llm_2023_code", "--block-tokens", "16"),
+            "block_tokens does not apply to format azure",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(args, message):
+    result = _run(*args)
+    assert isinstance(result.exception, PrfaasError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
