@@ -173,13 +173,10 @@ def _threshold(point: Optimum) -> str:
 
 def _print_sources(console: Console, scenario: Scenario) -> None:
     """Where the figures behind the answer come from, in the words of the profiles."""
-    deployment = scenario.deployment
-    names = [*(c.hardware for c in deployment.prfaas), *(c.hardware for c in deployment.pd)]
     _say(
         console, "Sources (back-solved: fitted to published results, itself neither published nor measured):"
     )
-    for hardware in dict.fromkeys(names):
-        profile = scenario.model.hardware[hardware]
+    for hardware, profile in scenario.model.hardware.items():
         _say(console, f"- {hardware} prefill: {profile.prefill.source.strip()}")
         if profile.decode is not None:
             _say(console, f"- {hardware} decode: {profile.decode.source.strip()}")
