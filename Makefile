@@ -1,6 +1,7 @@
 # One-word commands. Needs Python 3.11 or newer with its venv module, git and make; `make help` lists the targets.
 # Variables: PYTHON       interpreter for .venv (default: the first of the candidates below that is 3.11 or newer)
 #            TORCH_INDEX  package index that torch alone comes from (default: none, your own pip settings)
+#            WORKERS      test processes (default: 2; 0: all in one process, needed for a debugger)
 #            ARGS         more arguments for pytest, for example ARGS="tests/test_layers.py -x"
 
 VENV := .venv
@@ -8,10 +9,13 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHON ?=
 TORCH_INDEX ?=
+WORKERS ?= 2
 ARGS ?=
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 # One thread per process and a fixed hash seed, so that a test run is the same everywhere.
 TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
+# A file stays in one process, so that what its tests share is made once.
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow lint format constraints clean
@@ -44,10 +48,10 @@ demo: install ## Run the demonstration; its results go to runs/demo
 	$(VENV)/bin/prfaas demo --out runs/demo
 
 test: install ## Run the default test suite
-	$(TEST_ENV) $(PY) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: install ## Run the tests that take minutes
-	$(TEST_ENV) $(PY) -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: install ## Check style, format and types
 	$(PY) -m ruff check .
