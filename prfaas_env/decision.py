@@ -230,6 +230,4 @@ def _unit_of_threshold(tokens: float) -> float:
 def _margin_of_unit(x: float) -> float:
     if abs(x) >= 1.0:
         return math.copysign(math.inf, x)
-    return math.copysign(
-        _MARGIN_SCALE_S * math.expm1(abs(x) * math.log1p(MARGIN_MAX_S / _MARGIN_SCALE_S)), x
-    )
+    return math.copysign(_MARGIN_SCALE_S * math.expm1(abs(x) * math.log1p(MARGIN_MAX_S / _MARGIN_SCALE_S)), x)

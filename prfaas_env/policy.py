@@ -60,7 +60,9 @@ def _factory(name: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            raise PrfaasError(f"policy {name!r}: module {module_name!r} cannot be imported: {error}") from None
+            raise PrfaasError(
+                f"policy {name!r}: module {module_name!r} cannot be imported: {error}"
+            ) from None
         if not hasattr(module, attribute):
             raise PrfaasError(f"policy {name!r}: module {module_name!r} has no {attribute!r}")
         return getattr(module, attribute)  # type: ignore[no-any-return]

@@ -61,7 +61,12 @@ def transfer_end_s(
 
 
 def first_token_s(
-    state: PathState, prefill_s: float, bits: float, latency_s: float, pipeline_layers: int, first_step_s: float
+    state: PathState,
+    prefill_s: float,
+    bits: float,
+    latency_s: float,
+    pipeline_layers: int,
+    first_step_s: float,
 ) -> float:
     """Predicted time from arrival to first token over a path, decode queue left out (it is the same for both).
 

@@ -161,7 +161,9 @@ PD_FIELDS: tuple[Field, ...] = (
     _flag("ttft_valid", "the scenario has a TTFT objective and a first token came in the last 120 s"),
     _share("ttft_attainment", "first tokens of the last 120 s that met the TTFT objective", "ttft_valid"),
     _flag("tpot_valid", "the scenario has a TPOT objective and a request finished in the last 120 s"),
-    _share("tpot_attainment", "requests finished in the last 120 s that met the TPOT objective", "tpot_valid"),
+    _share(
+        "tpot_attainment", "requests finished in the last 120 s that met the TPOT objective", "tpot_valid"
+    ),
     _count("rejected_120s", 10_000.0, "requests rejected in the last 120 s"),
     _flag("threshold_valid", "the present decision is a threshold"),
     Field(

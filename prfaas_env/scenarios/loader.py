@@ -77,7 +77,9 @@ def _merge(base: Any, change: Any) -> Any:
 def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     """(raw fields with `extends` resolved, where they came from) of a shipped name or a path."""
     if spec in seen:
-        raise PrfaasError(f"scenario {seen[0]}: `extends` goes round in a circle: {' -> '.join((*seen, spec))}")
+        raise PrfaasError(
+            f"scenario {seen[0]}: `extends` goes round in a circle: {' -> '.join((*seen, spec))}"
+        )
     path = Path(spec)
     if spec in scenario_names():
         where = f"scenario {spec}"

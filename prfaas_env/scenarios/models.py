@@ -34,14 +34,20 @@ class PdCluster(Frozen):
     """A local cluster whose instances prefill or decode and can change role."""
 
     name: str = "pd0"
-    hardware: str = Field(description="name of a hardware profile of the scenario's model, with a decode profile")
+    hardware: str = Field(
+        description="name of a hardware profile of the scenario's model, with a decode profile"
+    )
     n_prefill: int = Field(ge=0)
     n_decode: int = Field(ge=1)
     min_prefill: int | None = Field(
-        default=None, ge=0, description="fewest active prefill instances; default 1, or 0 if it starts with none"
+        default=None,
+        ge=0,
+        description="fewest active prefill instances; default 1, or 0 if it starts with none",
     )
     min_decode: int = Field(default=1, ge=1)
-    arrival_share: float = Field(default=1.0, ge=0, description="weight of this cluster's share of the arrivals")
+    arrival_share: float = Field(
+        default=1.0, ge=0, description="weight of this cluster's share of the arrivals"
+    )
     rdma_bps: Bps = Field(default=800e9, gt=0, description="KV hand-over inside the cluster, bit/s per node")
     rdma_latency_s: float = Field(default=0.0, ge=0)
 
@@ -149,7 +155,9 @@ class Conversion(Frozen):
         default=120.0, gt=0, description="after it, a draining instance's sequences are prefilled again"
     )
     warmup_s: float = Field(default=0.0, ge=0)
-    warmup_speed: float = Field(default=1.0, gt=0, le=1, description="speed during the warm-up, share of full")
+    warmup_speed: float = Field(
+        default=1.0, gt=0, le=1, description="speed during the warm-up, share of full"
+    )
 
 
 class Control(Frozen):
@@ -181,7 +189,9 @@ class Admission(Frozen):
 
     max_input_tokens: int | None = Field(default=None, ge=1)
     max_queue_requests: int | None = Field(
-        default=None, ge=1, description="most requests waiting or running in the chosen prefill cluster's queue"
+        default=None,
+        ge=1,
+        description="most requests waiting or running in the chosen prefill cluster's queue",
     )
 
 

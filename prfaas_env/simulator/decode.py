@@ -116,9 +116,7 @@ class DecodeBatch:
         generated = (batch * u - self.sum_joined_u) // self.token_u
         p = self.profile
         step_ns = ns_from_s(
-            decode_step_s(
-                p.a_s, p.b_s_per_sequence, p.c_s_per_token, batch, self.context_tokens + generated
-            )
+            decode_step_s(p.a_s, p.b_s_per_sequence, p.c_s_per_token, batch, self.context_tokens + generated)
             / speed
         )
         self.ratio = self.token_u / step_ns

@@ -27,9 +27,7 @@ def ns_from_s(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def piecewise_s(
-    start_tokens: Floats, c0_s: Floats, c1_s: Floats, c2_s: Floats, tokens: float
-) -> float:
+def piecewise_s(start_tokens: Floats, c0_s: Floats, c1_s: Floats, c2_s: Floats, tokens: float) -> float:
     """Value in seconds at `tokens` of a piecewise quadratic.
 
     Segment k holds for `start_tokens[k] <= tokens < start_tokens[k + 1]`; its value is

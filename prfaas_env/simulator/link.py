@@ -125,4 +125,3 @@ class LinkState:
         for flow in self.flows:
             total += flow.bits - self.remaining_at(flow, now_ns)
         return total
-

@@ -75,7 +75,9 @@ def meets_slo(world: World, records: RequestRecords, slo: Slo, mask: np.ndarray[
     done = mask & (records.finish_ns != NEVER_NS)
     first = records.first_token_ns[done]
     ttft = (first - world.requests.arrival_ns[done]) / NS_PER_S
-    tpot = (records.finish_ns[done] - first) / NS_PER_S / np.maximum(world.requests.output_tokens[done] - 1, 1)
+    tpot = (
+        (records.finish_ns[done] - first) / NS_PER_S / np.maximum(world.requests.output_tokens[done] - 1, 1)
+    )
     return sum(
         meets(slo.ttft_s, a) and meets(slo.tpot_s, b)
         for a, b in zip(ttft.tolist(), tpot.tolist(), strict=True)

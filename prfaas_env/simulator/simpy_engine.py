@@ -232,7 +232,9 @@ class SimpyEngine:
     def apply(self, decision: Decision) -> None:
         """Put a decision in force; an order that is not legal becomes "no move" and is counted."""
         if len(decision.clusters) != len(self.sites):
-            raise ValueError(f"decision for {len(decision.clusters)} PD clusters, there are {len(self.sites)}")
+            raise ValueError(
+                f"decision for {len(decision.clusters)} PD clusters, there are {len(self.sites)}"
+            )
         self._log.append(DecisionLog(self.now_ns, decision))
         for site, cluster in zip(self.sites, decision.clusters, strict=True):
             site.decision = cluster
@@ -493,9 +495,7 @@ class SimpyEngine:
         request, number, link = attempt.request, attempt.number, attempt.link
         if link >= 0 and self.pipeline_layers > 1:
             self.env.process(self._open_while_prefilling(attempt))
-        yield self._at(
-            attempt.prefill_end_ns, Kind.PREFILL_END, pool.cluster, instance.id, request, number
-        )
+        yield self._at(attempt.prefill_end_ns, Kind.PREFILL_END, pool.cluster, instance.id, request, number)
         self._end_prefill(pool, instance)
         if link >= 0:
             if attempt.flow is not None:
@@ -507,9 +507,7 @@ class SimpyEngine:
             handover_ns = ns_from_s(self.link_specs[link].latency_s)
         else:
             handover_ns = ns_from_s(self._rdma_s(site, attempt.bytes_to_send))
-        yield self._at(
-            self.now_ns + handover_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, number
-        )
+        yield self._at(self.now_ns + handover_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, number)
         self._join_decode_queue(site, attempt)
 
     def _open_while_prefilling(self, attempt: Attempt) -> Process:
