@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -82,3 +83,14 @@ STREAMS = {
 def stream(episode_seed: int, name: str, *index: int) -> np.random.Generator:
     """Generator of the stream `name` of one episode; `index` gives independent sub-streams (for example per link)."""
     return np.random.default_rng(np.random.SeedSequence(episode_seed, spawn_key=(STREAMS[name], *index)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all: under a temporary name first, then renamed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PrfaasError(f"{path}: cannot be written: {error.strerror}") from None

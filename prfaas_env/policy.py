@@ -6,6 +6,7 @@ both call `reset` once and then `decide` on every tick of the fast clock.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -103,10 +104,8 @@ def make_policy(spec: str) -> Policy:
             raise PrfaasError(f"policy {spec!r}: parameter {key!r} is given twice")
         parsed = yaml.safe_load(value)
         if isinstance(parsed, str):
-            try:
+            with contextlib.suppress(ValueError):
                 parsed = float(parsed)  # YAML reads 1e4 and inf as text
-            except ValueError:
-                pass
         parameters[key] = parsed
     known = inspect.signature(factory).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):

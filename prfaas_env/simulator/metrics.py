@@ -129,8 +129,9 @@ def episode_metrics(
     warnings = [f"{stage} saturated" for stage, use in utilisation.items() if use > SATURATED_UTILISATION]
     if _differ(ttft, ttft_inf):
         warnings.append("open requests move the quantiles: the system is saturated or the run is too short")
+    notes = list(world.requests.notes)
     if scenario.measure.warmup_s == 0:
-        warnings.append("includes start (warmup_s is 0)")
+        notes.append("includes start (measure.warmup_s is 0)")
     return {
         "requests": {
             "arrived": end.arrived,
@@ -175,7 +176,7 @@ def episode_metrics(
         "rejected_by_reason": dict(zip(REJECT_REASONS, end.reject_reasons, strict=True)),
         "utilisation": utilisation,
         "warnings": warnings,
-        "notes": list(world.requests.notes),
+        "notes": notes,
     }
 
 
