@@ -599,16 +599,15 @@ class TestCheapest:
         assert cheapest(scenario, rate_rps=3.0, ttft_p90_s=3.6).optimum.n_prfaas > 0
 
     def test_whole_instances_are_not_bought_for_rounding(self) -> None:
-        """40 local instances of 1 s carry exactly 40 req/s."""
+        """7 local instances of 0.07 s carry exactly 100 req/s, although 100 * 0.07 is above 7 in floats."""
         raw = load_scenario("homogeneous").model_dump(mode="json")
-        raw["model"]["hardware"]["h20"]["prefill"] = {
-            "kind": "polynomial",
-            "c0_s": 0.1 + 0.2 + 0.7,
-            "c1_s_per_token": 0.0,
-            "source": "test",
-        }
-        found = cheapest(Scenario.model_validate(raw), rate_rps=40.0, ttft_p90_s=1.0)
-        assert found.optimum.n_prefill == 40
+        flat = {"kind": "polynomial", "c0_s": 0.07, "c1_s_per_token": 0.0, "source": "test"}
+        raw["model"]["hardware"]["h20"]["prefill"] = flat
+        scenario = Scenario.model_validate(raw)
+        assert 100 * 0.07 > 7
+        found = cheapest(scenario, rate_rps=100.0, ttft_p90_s=0.07, means="representative")
+        assert (found.optimum.n_prefill, found.optimum.n_decode) == (7, 128)
+        assert cheapest(scenario, rate_rps=100.1, ttft_p90_s=0.07).optimum.n_prefill == 8
 
     def test_means(self) -> None:
         scenario = load_scenario("paper")
