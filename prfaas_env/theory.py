@@ -41,8 +41,6 @@ MAX_INSTANCES = 10_000
 _NO_SHARE = 1e-12
 #: Relative difference below which two rates are a tie.
 _TIE = 1e-9
-#: Service TTFT quantile: each round narrows the bracket this many times, to about 1e-9 of the longest time.
-_SECTIONS, _ROUNDS = 32, 6
 
 
 # Equations 1 to 8. Arguments are numbers or arrays that broadcast.
@@ -414,14 +412,20 @@ def service_ttft_quantile_s(
         slowest = np.maximum(slowest, remote.seconds_array(longest))
     share = _share(lengths, t)
     low, high = np.zeros_like(t), np.full_like(t, slowest)
-    steps = np.arange(1, _SECTIONS + 1) / _SECTIONS
+    # Each round cuts the bracket into sections. For one threshold the calls cost most, for many the points.
+    sections, rounds = (1024, 3) if t.size == 1 else (32, 6)
+    steps = np.arange(1, sections + 1) / sections
     local_arrays, remote_arrays = local.arrays(), None if remote is None else remote.arrays()
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         x = low + (high - low) * steps
         x[:, -1:] = high
-        within = 1.0 - lengths.survival(np.minimum(_tokens_within(local_arrays, x), t))
+        ends = [np.minimum(_tokens_within(local_arrays, x), t)]
         if remote_arrays is not None:
-            within += np.maximum(share - lengths.survival(_tokens_within(remote_arrays, x)), 0.0)
+            ends.append(_tokens_within(remote_arrays, x))
+        beyond = lengths.survival(np.stack(ends))
+        within = 1.0 - beyond[0]
+        if remote_arrays is not None:
+            within += np.maximum(share - beyond[1], 0.0)
         # The end of the bracket holds by construction, whatever the rounding of a sum that is q.
         reached = within >= q - _NO_SHARE
         reached[:, -1] = True
