@@ -60,6 +60,29 @@ def transfer_end_s(
     return max(prefill_end_s + tail_s, (backlog_bits + bits) / observed_bps) + latency_s
 
 
+def path_first_token_s(
+    queued_work_s: float,
+    idle_instances: int,
+    active_instances: int,
+    residual_s: float,
+    backlog_bits: float,
+    observed_bps: float,
+    prefill_s: float,
+    bits: float,
+    latency_s: float,
+    pipeline_layers: int,
+    first_step_s: float,
+) -> float:
+    """`first_token_s` with the path state spread out, for engines that compile it."""
+    prefill_end_s = prefill_wait_s(queued_work_s, idle_instances, active_instances, residual_s) + prefill_s
+    if observed_bps == math.inf:
+        return prefill_end_s + latency_s + first_step_s
+    return (
+        transfer_end_s(prefill_end_s, bits, backlog_bits, observed_bps, latency_s, pipeline_layers)
+        + first_step_s
+    )
+
+
 def first_token_s(
     state: PathState,
     prefill_s: float,
@@ -68,7 +91,7 @@ def first_token_s(
     pipeline_layers: int,
     first_step_s: float,
 ) -> float:
-    """Predicted time from arrival to first token over a path, decode queue left out (it is the same for both).
+    """Predicted time from arrival to first token over a path, the decode queue left out (both paths share it).
 
     Args:
         state: the path now.
@@ -78,15 +101,16 @@ def first_token_s(
         pipeline_layers: parts of layer-wise sending; 1 = the transfer starts when the prefill ends.
         first_step_s: decode step time.
     """
-    prefill_end_s = (
-        prefill_wait_s(state.queued_work_s, state.idle_instances, state.active_instances, state.residual_s)
-        + prefill_s
-    )
-    if state.observed_bps == math.inf:
-        return prefill_end_s + latency_s + first_step_s
-    return (
-        transfer_end_s(
-            prefill_end_s, bits, state.backlog_bits, state.observed_bps, latency_s, pipeline_layers
-        )
-        + first_step_s
+    return path_first_token_s(
+        state.queued_work_s,
+        state.idle_instances,
+        state.active_instances,
+        state.residual_s,
+        state.backlog_bits,
+        state.observed_bps,
+        prefill_s,
+        bits,
+        latency_s,
+        pipeline_layers,
+        first_step_s,
     )

@@ -442,25 +442,42 @@ def pack(schema: TelemetrySchema, readings: list[dict[str, float]]) -> FloatArra
 N_BUCKETS = LONG_WINDOW_S + 1
 
 
-def ring_slot(stamps: IntArray, table: FloatArray, bucket: int) -> int:
-    """Row of the ring for second `bucket`, cleared if it held another second."""
+def ring_row(
+    stamps: IntArray, stamps_at: int, table: FloatArray, table_at: int, columns: int, bucket: int
+) -> int:
+    """Position in `table` of the row for second `bucket`, cleared if it held another second.
+
+    Rings are flat, so that many can lie in one array: stamps `stamps[stamps_at:][:N_BUCKETS]`, rows of
+    `columns` values from `table_at` on.
+    """
     slot = bucket % N_BUCKETS
-    if stamps[slot] != bucket:
-        stamps[slot] = bucket
-        for c in range(table.shape[1]):
-            table[slot, c] = 0.0
-    return slot
+    row = table_at + slot * columns
+    if stamps[stamps_at + slot] != bucket:
+        stamps[stamps_at + slot] = bucket
+        for c in range(columns):
+            table[row + c] = 0.0
+    return row
 
 
-def ring_sums(stamps: IntArray, table: FloatArray, bucket: int, window_s: int, out: FloatArray) -> None:
-    """Column sums over the `window_s` whole seconds before second `bucket`, into `out`."""
-    for c in range(table.shape[1]):
+def ring_sums(
+    stamps: IntArray,
+    stamps_at: int,
+    table: FloatArray,
+    table_at: int,
+    columns: int,
+    bucket: int,
+    window_s: int,
+    out: FloatArray,
+) -> None:
+    """Column sums over the `window_s` whole seconds before second `bucket`, oldest first, into `out`."""
+    for c in range(columns):
         out[c] = 0.0
     for b in range(max(bucket - window_s, 0), bucket):
         slot = b % N_BUCKETS
-        if stamps[slot] == b:
-            for c in range(table.shape[1]):
-                out[c] += table[slot, c]
+        if stamps[stamps_at + slot] == b:
+            row = table_at + slot * columns
+            for c in range(columns):
+                out[c] += table[row + c]
 
 
 def length_bin(tokens: float) -> int:
@@ -514,86 +531,144 @@ class DoorMeter:
 
     def __init__(self, ttft_slo_s: float | None, tpot_slo_s: float | None) -> None:
         self.stamps: IntArray = np.full(N_BUCKETS, -1, dtype=np.int64)
-        self.table: FloatArray = np.zeros((N_BUCKETS, N_DOOR_COLUMNS))
+        self.table: FloatArray = np.zeros(N_BUCKETS * N_DOOR_COLUMNS)
         self.recent: deque[int] = deque(maxlen=RECENT_LENGTHS)
         self.ttft_slo_s = ttft_slo_s
         self.tpot_slo_s = tpot_slo_s
 
-    def _row(self, time_ns: int) -> FloatArray:
-        row: FloatArray = self.table[ring_slot(self.stamps, self.table, time_ns // NS_PER_S)]
-        return row
+    def _row(self, time_ns: int) -> int:
+        return ring_row(self.stamps, 0, self.table, 0, N_DOOR_COLUMNS, time_ns // NS_PER_S)
 
     def arrival(self, time_ns: int, incremental_tokens: int, input_tokens: int) -> None:
         """A request was accepted at the door."""
-        row = self._row(time_ns)
-        row[_ARRIVALS] += 1
-        row[_TOKENS] += incremental_tokens
-        row[_INPUT_TOKENS] += input_tokens
-        row[_HIT_TOKENS] += input_tokens - incremental_tokens
-        row[_BINS + length_bin(incremental_tokens)] += 1
+        count_arrival(self.table, self._row(time_ns), incremental_tokens, input_tokens)
         self.recent.append(incremental_tokens)
 
     def first_token(self, time_ns: int, ttft_s: float) -> None:
         """A first token came `ttft_s` after its request."""
-        row = self._row(time_ns)
-        row[_FIRST] += 1
-        row[_FIRST_OK] += meets(self.ttft_slo_s, ttft_s)
+        count_first_token(self.table, self._row(time_ns), meets(self.ttft_slo_s, ttft_s))
 
     def finished(self, time_ns: int, output_tokens: int, tpot_s: float) -> None:
         """A request finished with this many output tokens."""
-        row = self._row(time_ns)
-        row[_FINISHED] += 1
-        row[_OUTPUT] += output_tokens
-        row[_TPOT_OK] += meets(self.tpot_slo_s, tpot_s)
+        count_finish(self.table, self._row(time_ns), output_tokens, meets(self.tpot_slo_s, tpot_s))
 
     def rejected(self, time_ns: int) -> None:
         """A request was rejected at the door."""
-        self._row(time_ns)[_REJECTED] += 1
+        count_rejection(self.table, self._row(time_ns))
 
     def reading(self, time_ns: int) -> dict[str, float]:
         """The windowed fields of a PD group at `time_ns`."""
         bucket = time_ns // NS_PER_S
-        sums = np.zeros(N_DOOR_COLUMNS)
-        out: dict[str, float] = {"arrivals_valid": float(bucket >= 1)}
-        for window_s in WINDOWS_S:
-            ring_sums_numpy(self.stamps, self.table, bucket, window_s, sums)
-            seconds = max(min(window_s, bucket), 1)
-            out[f"arrival_rate_{window_s}s_rps"] = sums[_ARRIVALS] / seconds
-            out[f"input_token_rate_{window_s}s_tps"] = sums[_TOKENS] / seconds
-        # the last window summed is the longest
-        arrivals, first, finished = sums[_ARRIVALS], sums[_FIRST], sums[_FINISHED]
-        out["lengths_valid"] = float(arrivals > 0)
-        shares = (sums[_BINS:] / max(arrivals, 1.0)).tolist()
-        for k in range(N_LENGTH_BINS):
-            out[_SHARE_NAMES[k]] = shares[k]
-        out["output_valid"] = float(finished > 0)
-        out["output_tokens_mean"] = sums[_OUTPUT] / max(finished, 1.0)
-        out["hit_share"] = sums[_HIT_TOKENS] / max(sums[_INPUT_TOKENS], 1.0)
-        out["ttft_valid"] = float(self.ttft_slo_s is not None and first > 0)
-        out["ttft_attainment"] = sums[_FIRST_OK] / max(first, 1.0)
-        out["tpot_valid"] = float(self.tpot_slo_s is not None and finished > 0)
-        out["tpot_attainment"] = sums[_TPOT_OK] / max(finished, 1.0)
-        out["rejected_120s"] = sums[_REJECTED]
-        return out
+        sums = np.zeros((len(WINDOWS_S), N_DOOR_COLUMNS))
+        rows = self.table.reshape(N_BUCKETS, N_DOOR_COLUMNS)
+        for w, window_s in enumerate(WINDOWS_S):
+            # counts are whole numbers, so the order of adding cannot matter
+            inside = (self.stamps >= max(bucket - window_s, 0)) & (self.stamps < bucket)
+            np.matmul(inside.astype(np.float64), rows, out=sums[w])
+        out = np.zeros(len(PD_FIELDS))
+        door_fields(sums, bucket, self.ttft_slo_s is not None, self.tpot_slo_s is not None, out, 0)
+        return dict(zip(_DOOR_NAMES, out[_DOOR_POSITIONS].tolist(), strict=True))
 
     def recent_lengths(self) -> IntArray:
         """The last incremental lengths, oldest first."""
         return np.array(self.recent, dtype=np.int64)
 
 
-_SHARE_NAMES = tuple(f"length_share_{k:02d}" for k in range(N_LENGTH_BINS))
+def count_arrival(table: FloatArray, row: int, incremental_tokens: int, input_tokens: int) -> None:
+    """Count an accepted request in the row of its second."""
+    table[row + _ARRIVALS] += 1
+    table[row + _TOKENS] += incremental_tokens
+    table[row + _INPUT_TOKENS] += input_tokens
+    table[row + _HIT_TOKENS] += input_tokens - incremental_tokens
+    table[row + _BINS + length_bin(incremental_tokens)] += 1
 
 
-def ring_sums_numpy(stamps: IntArray, table: FloatArray, bucket: int, window_s: int, out: FloatArray) -> None:
-    """`ring_sums` vectorised over the ring (counts are whole numbers, so the order of adding cannot matter)."""
-    inside = (stamps >= max(bucket - window_s, 0)) & (stamps < bucket)
-    np.matmul(inside.astype(np.float64), table, out=out)
+def count_first_token(table: FloatArray, row: int, in_time: bool) -> None:
+    """Count a first token in the row of its second."""
+    table[row + _FIRST] += 1
+    if in_time:
+        table[row + _FIRST_OK] += 1
+
+
+def count_finish(table: FloatArray, row: int, output_tokens: int, in_time: bool) -> None:
+    """Count a finished request in the row of its second."""
+    table[row + _FINISHED] += 1
+    table[row + _OUTPUT] += output_tokens
+    if in_time:
+        table[row + _TPOT_OK] += 1
+
+
+def count_rejection(table: FloatArray, row: int) -> None:
+    """Count a rejected request in the row of its second."""
+    table[row + _REJECTED] += 1
+
+
+#: Position of each field inside its group.
+PD_INDEX = {f.name: k for k, f in enumerate(PD_FIELDS)}
+PRFAAS_INDEX = {f.name: k for k, f in enumerate(PRFAAS_FIELDS)}
+LINK_INDEX = {f.name: k for k, f in enumerate(LINK_FIELDS)}
+
+_F_ARRIVALS_VALID = PD_INDEX["arrivals_valid"]
+_F_RATE = PD_INDEX[f"arrival_rate_{WINDOWS_S[0]}s_rps"]
+_F_TOKEN_RATE = PD_INDEX[f"input_token_rate_{WINDOWS_S[0]}s_tps"]
+_F_LENGTHS_VALID = PD_INDEX["lengths_valid"]
+_F_SHARES = PD_INDEX["length_share_00"]
+_F_OUTPUT_VALID = PD_INDEX["output_valid"]
+_F_OUTPUT = PD_INDEX["output_tokens_mean"]
+_F_HIT = PD_INDEX["hit_share"]
+_F_TTFT_VALID = PD_INDEX["ttft_valid"]
+_F_TTFT = PD_INDEX["ttft_attainment"]
+_F_TPOT_VALID = PD_INDEX["tpot_valid"]
+_F_TPOT = PD_INDEX["tpot_attainment"]
+_F_REJECTED = PD_INDEX["rejected_120s"]
+_DOOR_POSITIONS = [
+    _F_ARRIVALS_VALID,
+    *range(_F_RATE, _F_RATE + len(WINDOWS_S)),
+    *range(_F_TOKEN_RATE, _F_TOKEN_RATE + len(WINDOWS_S)),
+    _F_LENGTHS_VALID,
+    *range(_F_SHARES, _F_SHARES + N_LENGTH_BINS),
+    _F_OUTPUT_VALID,
+    _F_OUTPUT,
+    _F_HIT,
+    _F_TTFT_VALID,
+    _F_TTFT,
+    _F_TPOT_VALID,
+    _F_TPOT,
+    _F_REJECTED,
+]
+_DOOR_NAMES = tuple(PD_FIELDS[k].name for k in _DOOR_POSITIONS)
+
+
+def door_fields(
+    sums: FloatArray, bucket: int, has_ttft: bool, has_tpot: bool, out: FloatArray, at: int
+) -> None:
+    """The windowed fields of a PD group from column sums of shape (windows, columns), into `out` from `at` on."""
+    out[at + _F_ARRIVALS_VALID] = 1.0 if bucket >= 1 else 0.0
+    for w in range(len(WINDOWS_S)):
+        seconds = max(min(WINDOWS_S[w], bucket), 1)
+        out[at + _F_RATE + w] = sums[w, _ARRIVALS] / seconds
+        out[at + _F_TOKEN_RATE + w] = sums[w, _TOKENS] / seconds
+    w = len(WINDOWS_S) - 1
+    arrivals, first, finished = sums[w, _ARRIVALS], sums[w, _FIRST], sums[w, _FINISHED]
+    out[at + _F_LENGTHS_VALID] = 1.0 if arrivals > 0 else 0.0
+    for k in range(N_LENGTH_BINS):
+        out[at + _F_SHARES + k] = sums[w, _BINS + k] / max(arrivals, 1.0)
+    out[at + _F_OUTPUT_VALID] = 1.0 if finished > 0 else 0.0
+    out[at + _F_OUTPUT] = sums[w, _OUTPUT] / max(finished, 1.0)
+    out[at + _F_HIT] = sums[w, _HIT_TOKENS] / max(sums[w, _INPUT_TOKENS], 1.0)
+    out[at + _F_TTFT_VALID] = 1.0 if has_ttft and first > 0 else 0.0
+    out[at + _F_TTFT] = sums[w, _FIRST_OK] / max(first, 1.0)
+    out[at + _F_TPOT_VALID] = 1.0 if has_tpot and finished > 0 else 0.0
+    out[at + _F_TPOT] = sums[w, _TPOT_OK] / max(finished, 1.0)
+    out[at + _F_REJECTED] = sums[w, _REJECTED]
 
 
 # Columns of a link ring.
 _BITS, _CONGESTED_NS = range(2)
-# Fields of the observed-capacity state.
-_OBSERVED, _EVIDENCE_BUCKET, _NEXT_BUCKET = range(3)
+N_LINK_COLUMNS = 2
+# Fields of the observed-capacity state, and of the peak.
+_OBSERVED, _EVIDENCE_BUCKET, _NEXT_BUCKET, _PEAK_BPS = range(4)
+N_LINK_STATE = 4
 
 
 def decode_work_s(waiting: int, output_tokens_mean: float, full_step_s: float, slots: int) -> float:
@@ -602,7 +677,7 @@ def decode_work_s(waiting: int, output_tokens_mean: float, full_step_s: float, s
 
 
 def observed_capacity_step(
-    state: FloatArray, bucket: int, delivered_bps: float, backlogged: bool, nominal_bps: float
+    state: FloatArray, at: int, bucket: int, delivered_bps: float, backlogged: bool, nominal_bps: float
 ) -> None:
     """One whole second more for the observed capacity.
 
@@ -611,95 +686,190 @@ def observed_capacity_step(
     grows by 10% each 5 s up to nominal.
 
     Args:
-        state: (observed capacity, second of the last evidence or -1, next second to process), updated.
+        state: from `at` on (observed capacity, second of the last evidence or -1, next second), updated.
+        at: position in `state`.
         bucket: the second that just ended, counted from 1.
+        delivered_bps: rate over the evidence window.
+        backlogged: the link limited some flow throughout the window.
+        nominal_bps: configured capacity.
     """
-    evidence = backlogged or delivered_bps > state[_OBSERVED]
-    if evidence:
-        state[_OBSERVED] = max(delivered_bps, OBSERVED_FLOOR * nominal_bps)
-        state[_EVIDENCE_BUCKET] = bucket
-    elif state[_EVIDENCE_BUCKET] >= 0:
-        silent_s = bucket - state[_EVIDENCE_BUCKET]
+    if backlogged or delivered_bps > state[at + _OBSERVED]:
+        state[at + _OBSERVED] = max(delivered_bps, OBSERVED_FLOOR * nominal_bps)
+        state[at + _EVIDENCE_BUCKET] = bucket
+    elif state[at + _EVIDENCE_BUCKET] >= 0:
+        silent_s = bucket - state[at + _EVIDENCE_BUCKET]
         if silent_s >= RECOVERY_AFTER_S and silent_s % RECOVERY_EVERY_S == 0:
-            state[_OBSERVED] = state[_OBSERVED] * RECOVERY_FACTOR
-    state[_OBSERVED] = min(state[_OBSERVED], nominal_bps)
+            state[at + _OBSERVED] = state[at + _OBSERVED] * RECOVERY_FACTOR
+    state[at + _OBSERVED] = min(state[at + _OBSERVED], nominal_bps)
+    state[at + _NEXT_BUCKET] = bucket + 1
+
+
+def link_advance(
+    stamps: IntArray,
+    stamps_at: int,
+    table: FloatArray,
+    table_at: int,
+    state: FloatArray,
+    state_at: int,
+    accounted_ns: int,
+    time_ns: int,
+    rate_bps: float,
+    congested: bool,
+    nominal_bps: float,
+    peak_from_s: float,
+) -> None:
+    """Account [accounted_ns, time_ns) of a link at a constant total rate, second by second.
+
+    Each second that ends is read for the peak and for the observed capacity (`N_LINK_STATE` values of `state`
+    from `state_at` on).
+    """
+    start_ns = accounted_ns
+    while start_ns < time_ns:
+        bucket = start_ns // NS_PER_S
+        end_ns = min((bucket + 1) * NS_PER_S, time_ns)
+        if rate_bps > 0.0 or congested:
+            row = ring_row(stamps, stamps_at, table, table_at, N_LINK_COLUMNS, bucket)
+            table[row + _BITS] += rate_bps * ((end_ns - start_ns) / 1e9)
+            if congested:
+                table[row + _CONGESTED_NS] += end_ns - start_ns
+        if end_ns == (bucket + 1) * NS_PER_S:
+            _link_second_ended(
+                stamps, stamps_at, table, table_at, state, state_at, bucket + 1, nominal_bps, peak_from_s
+            )
+        start_ns = end_ns
+
+
+def _link_second_ended(
+    stamps: IntArray,
+    stamps_at: int,
+    table: FloatArray,
+    table_at: int,
+    state: FloatArray,
+    state_at: int,
+    ended: int,
+    nominal_bps: float,
+    peak_from_s: float,
+) -> None:
+    """Seconds 0..ended - 1 are over: peak, evidence window, observed capacity."""
+    bits, congested_ns = 0.0, 0.0
+    for b in range(max(ended - EVIDENCE_WINDOW_S, 0), ended):
+        slot = b % N_BUCKETS
+        if stamps[stamps_at + slot] == b:
+            row = table_at + slot * N_LINK_COLUMNS
+            bits += table[row + _BITS]
+            congested_ns += table[row + _CONGESTED_NS]
+            if b == ended - 1 and b >= peak_from_s:
+                state[state_at + _PEAK_BPS] = max(state[state_at + _PEAK_BPS], table[row + _BITS])
+    whole = ended >= EVIDENCE_WINDOW_S
+    observed_capacity_step(
+        state,
+        state_at,
+        ended,
+        bits / EVIDENCE_WINDOW_S if whole else 0.0,
+        whole and congested_ns >= EVIDENCE_WINDOW_S * NS_PER_S,
+        nominal_bps,
+    )
+
+
+_L_UTILISATION = LINK_INDEX[f"utilisation_{WINDOWS_S[0]}s"]
+_L_NOMINAL = LINK_INDEX["nominal_capacity_bps"]
+_L_OBSERVED = LINK_INDEX["observed_capacity_bps"]
+_L_VALID = LINK_INDEX["observed_valid"]
+_L_AGE = LINK_INDEX["observed_age_s"]
+_METER_POSITIONS = [_L_UTILISATION, _L_UTILISATION + 1, _L_NOMINAL, _L_OBSERVED, _L_VALID, _L_AGE]
+_METER_NAMES = tuple(LINK_FIELDS[k].name for k in _METER_POSITIONS)
+
+
+def link_fields(
+    stamps: IntArray,
+    stamps_at: int,
+    table: FloatArray,
+    table_at: int,
+    state: FloatArray,
+    state_at: int,
+    time_ns: int,
+    nominal_bps: float,
+    sums: FloatArray,
+    out: FloatArray,
+    at: int,
+) -> None:
+    """The measured fields of a link group into `out` from `at` on; `sums` is scratch of N_LINK_COLUMNS values."""
+    bucket = time_ns // NS_PER_S
+    for w in range(2):
+        ring_sums(stamps, stamps_at, table, table_at, N_LINK_COLUMNS, bucket, WINDOWS_S[w], sums)
+        seconds = max(min(WINDOWS_S[w], bucket), 1)
+        out[at + _L_UTILISATION + w] = min(sums[_BITS] / seconds / nominal_bps, 1.0)
+    evidence = state[state_at + _EVIDENCE_BUCKET]
+    out[at + _L_NOMINAL] = nominal_bps
+    out[at + _L_OBSERVED] = state[state_at + _OBSERVED]
+    out[at + _L_VALID] = 1.0 if evidence >= 0 else 0.0
+    out[at + _L_AGE] = max(time_ns / NS_PER_S - evidence, 0.0) if evidence >= 0 else 0.0
 
 
 class LinkMeter:
-    """Bits sent and observed capacity of one link. The engines and the router use this one class."""
+    """Bits sent and observed capacity of one link. The engines and the router use the same functions."""
 
-    __slots__ = ("_accounted_ns", "_peak_from_s", "nominal_bps", "peak_bps", "stamps", "state", "table")
+    __slots__ = ("_accounted_ns", "_peak_from_s", "nominal_bps", "stamps", "state", "table")
 
     def __init__(self, nominal_bps: float, peak_from_s: float = 0.0) -> None:
         self.nominal_bps = nominal_bps
-        #: most that one whole second after `peak_from_s` delivered
-        self.peak_bps = 0.0
         self._peak_from_s = peak_from_s
         self.stamps: IntArray = np.full(N_BUCKETS, -1, dtype=np.int64)
-        self.table: FloatArray = np.zeros((N_BUCKETS, 2))
-        self.state: FloatArray = np.array([nominal_bps, -1.0, 1.0])
+        self.table: FloatArray = np.zeros(N_BUCKETS * N_LINK_COLUMNS)
+        self.state: FloatArray = np.array([nominal_bps, -1.0, 1.0, 0.0])
         self._accounted_ns = 0
 
     def advance(self, time_ns: int, rate_bps: float, congested: bool) -> None:
         """Account [last call, time_ns) at this total rate; `congested`: the link limited some flow all that time."""
-        start_ns = self._accounted_ns
-        if time_ns <= start_ns:
+        if time_ns <= self._accounted_ns:
             return
-        while start_ns < time_ns:
-            bucket = start_ns // NS_PER_S
-            end_ns = min((bucket + 1) * NS_PER_S, time_ns)
-            if rate_bps > 0.0 or congested:
-                slot = ring_slot(self.stamps, self.table, bucket)
-                self.table[slot, _BITS] += rate_bps * ((end_ns - start_ns) / 1e9)
-                if congested:
-                    self.table[slot, _CONGESTED_NS] += end_ns - start_ns
-            start_ns = end_ns
-            self._roll(end_ns // NS_PER_S)
+        link_advance(
+            self.stamps,
+            0,
+            self.table,
+            0,
+            self.state,
+            0,
+            self._accounted_ns,
+            time_ns,
+            rate_bps,
+            congested,
+            self.nominal_bps,
+            self._peak_from_s,
+        )
         self._accounted_ns = time_ns
 
     def advance_for_reading(self, time_ns: int, rate_bps: float, congested: bool) -> None:
         """Account up to the last whole second, so that reading between events leaves later sums as they are."""
         self.advance(time_ns // NS_PER_S * NS_PER_S, rate_bps, congested)
 
-    def _roll(self, bucket: int) -> None:
-        """Process the seconds that have ended by the start of second `bucket`."""
-        sums = np.zeros(2)
-        while self.state[_NEXT_BUCKET] <= bucket:
-            ended = int(self.state[_NEXT_BUCKET])
-            ring_sums(self.stamps, self.table, ended, EVIDENCE_WINDOW_S, sums)
-            last = (ended - 1) % N_BUCKETS
-            if self.stamps[last] == ended - 1 and ended - 1 >= self._peak_from_s:
-                self.peak_bps = max(self.peak_bps, float(self.table[last, _BITS]))
-            whole = ended >= EVIDENCE_WINDOW_S
-            observed_capacity_step(
-                self.state,
-                ended,
-                sums[_BITS] / EVIDENCE_WINDOW_S if whole else 0.0,
-                whole and sums[_CONGESTED_NS] >= EVIDENCE_WINDOW_S * NS_PER_S,
-                self.nominal_bps,
-            )
-            self.state[_NEXT_BUCKET] += 1
-
     @property
     def observed_bps(self) -> float:
         """Observed capacity in bit/s, as of the last `advance`."""
         return float(self.state[_OBSERVED])
 
+    @property
+    def peak_bps(self) -> float:
+        """Most that one whole second after `peak_from_s` delivered."""
+        return float(self.state[_PEAK_BPS])
+
     def reading(self, time_ns: int) -> dict[str, float]:
         """The measured fields of a link group at `time_ns` (call `advance_for_reading` first)."""
-        bucket = time_ns // NS_PER_S
-        sums = np.zeros(2)
-        out: dict[str, float] = {}
-        for window_s in WINDOWS_S[:2]:
-            ring_sums(self.stamps, self.table, bucket, window_s, sums)
-            seconds = max(min(window_s, bucket), 1)
-            out[f"utilisation_{window_s}s"] = min(sums[_BITS] / seconds / self.nominal_bps, 1.0)
-        valid = self.state[_EVIDENCE_BUCKET] >= 0
-        out["nominal_capacity_bps"] = self.nominal_bps
-        out["observed_capacity_bps"] = self.observed_bps
-        out["observed_valid"] = float(valid)
-        out["observed_age_s"] = max(time_ns / NS_PER_S - self.state[_EVIDENCE_BUCKET], 0.0) if valid else 0.0
-        return out
+        out = np.zeros(len(LINK_FIELDS))
+        link_fields(
+            self.stamps,
+            0,
+            self.table,
+            0,
+            self.state,
+            0,
+            time_ns,
+            self.nominal_bps,
+            np.zeros(N_LINK_COLUMNS),
+            out,
+            0,
+        )
+        return dict(zip(_METER_NAMES, out[_METER_POSITIONS].tolist(), strict=True))
 
 
 def decision_fields(

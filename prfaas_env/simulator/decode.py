@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from prfaas_env.profiles.latency import DecodeProfile
-from prfaas_env.simulator.formulas import NEVER_NS, decode_step_s, ns_from_s
+from prfaas_env.simulator.formulas import NEVER_NS, ns_from_s, virtual_now, virtual_ratio, virtual_when
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class DecodeBatch:
 
     def u_at(self, now_ns: int) -> int:
         """Virtual time at `now_ns`."""
-        return self.anchor_u + round((now_ns - self.anchor_ns) * self.ratio)
+        return virtual_now(self.anchor_u, self.anchor_ns, self.ratio, now_ns)
 
     def generated(self, sequence: Sequence, now_ns: int) -> int:
         """Whole tokens this sequence has produced since it joined."""
@@ -106,7 +106,7 @@ class DecodeBatch:
         return sorted(out)
 
     def _when(self, target_u: int) -> int:
-        return self.anchor_ns + round((target_u - self.anchor_u) / self.ratio)
+        return virtual_when(self.anchor_u, self.anchor_ns, self.ratio, target_u)
 
     def settle(self, now_ns: int, speed: float) -> None:
         """Fix the step for the present batch; `speed` below 1 is a warm-up."""
@@ -115,11 +115,15 @@ class DecodeBatch:
         batch = len(self.sequences)
         generated = (batch * u - self.sum_joined_u) // self.token_u
         p = self.profile
-        step_ns = ns_from_s(
-            decode_step_s(p.a_s, p.b_s_per_sequence, p.c_s_per_token, batch, self.context_tokens + generated)
-            / speed
+        self.ratio = virtual_ratio(
+            self.token_u,
+            p.a_s,
+            p.b_s_per_sequence,
+            p.c_s_per_token,
+            batch,
+            self.context_tokens + generated,
+            speed,
         )
-        self.ratio = self.token_u / step_ns
         self.dirty = False
         self.refresh_next()
 

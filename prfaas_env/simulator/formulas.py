@@ -91,6 +91,23 @@ def decode_step_s(a_s: float, b_s: float, c_s: float, batch: int, context_tokens
     return a_s + b_s * batch + c_s * context_tokens
 
 
+def virtual_now(anchor_u: int, anchor_ns: int, ratio: float, now_ns: int) -> int:
+    """Virtual decode time (nominal ns) at `now_ns`; it runs at `ratio` = nominal step / step since the anchor."""
+    return anchor_u + round((now_ns - anchor_ns) * ratio)
+
+
+def virtual_when(anchor_u: int, anchor_ns: int, ratio: float, target_u: int) -> int:
+    """Instant at which virtual decode time reaches `target_u`."""
+    return anchor_ns + round((target_u - anchor_u) / ratio)
+
+
+def virtual_ratio(
+    token_u: int, a_s: float, b_s: float, c_s: float, batch: int, context_tokens: int, speed: float
+) -> float:
+    """Speed of virtual decode time: nominal step over the step of this batch at this instance speed."""
+    return token_u / ns_from_s(decode_step_s(a_s, b_s, c_s, batch, context_tokens) / speed)
+
+
 def pipelined_open_ns(prefill_ns: int, n_layers: int) -> int:
     """Delay from the start of a prefill to the opening of its layer-wise flow: T / n."""
     return round(prefill_ns / n_layers)
