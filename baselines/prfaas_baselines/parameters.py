@@ -1,0 +1,54 @@
+"""Free parameters of a rule: named, with unit, range and default, in one frozen model per rule."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from prfaas_env.base import Frozen, PrfaasError, first_error
+
+P = TypeVar("P", bound=Frozen)
+
+
+def knob(default: Any, unit: str, meaning: str, left_open: str = "own", **limits: Any) -> Any:
+    """A pydantic field that carries its unit and why the value is ours to choose.
+
+    Args:
+        default: value when it is not given.
+        unit: unit of the value; `-` for a choice.
+        meaning: what it does.
+        left_open: the place of the paper that asks for such a value without giving one; `own` when the paper
+            has nothing of the kind.
+        limits: `ge`, `gt`, `le`, `lt` of pydantic.
+    """
+    extra: dict[str, Any] = {"unit": unit, "left_open": left_open}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+
+
+def parameters_from(model: type[P], policy: str, given: dict[str, Any]) -> P:
+    """The parameter model of a policy from its constructor keywords.
+
+    Raises:
+        PrfaasError: one line that names an unknown parameter and the known ones, or a value that is not allowed.
+    """
+    for key in given:
+        if key not in model.model_fields:
+            known = ", ".join(model.model_fields)
+            raise PrfaasError(f"policy {policy!r}: unknown parameter {key!r}; known: {known}")
+    try:
+        return model(**given)
+    except ValidationError as error:
+        raise first_error(error, f"policy {policy!r}") from None
+
+
+def parameter_table(model: type[Frozen]) -> str:
+    """The parameters of a model as a Markdown table: name, unit, default, meaning, where the paper leaves it open."""
+    rows = ["| parameter | unit | default | meaning | left open by the paper |", "|---|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        rows.append(
+            f"| {name} | {extra.get('unit', '-')} | {field.default} | {field.description} "
+            f"| {extra.get('left_open', 'own')} |"
+        )
+    return "\n".join(rows)
