@@ -114,8 +114,8 @@ class LinkState:
         for flow in self.flows:
             remaining = self.remaining_at(flow, now_ns)
             if now_ns < flow.producing_until_ns:
-                produced = min(sent_bits(flow.produce_bps, now_ns - flow.opened_ns), flow.bits)
-                remaining = max(produced - (flow.bits - remaining), 0.0)
+                to_come = sent_bits(flow.produce_bps, flow.producing_until_ns - now_ns)
+                remaining = max(remaining - to_come, 0.0)
             total += remaining
         return total
 
