@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas_baselines.parameters import knob
@@ -214,7 +214,7 @@ class ConversionGuard:
         return inside + pd.decode_sequences + sum(links[k].backlog_bytes for k in self._links) == 0
 
     def objective_missed(
-        self, telemetry: Telemetry, idle_ttft_s: Sequence[float], idle_step_s: float
+        self, telemetry: Telemetry, idle_ttft_s: Callable[[], Sequence[float]], idle_step_s: float
     ) -> bool:
         """Whether an objective that can be met is being missed.
 
@@ -222,16 +222,17 @@ class ConversionGuard:
 
         Args:
             telemetry: the reading now.
-            idle_ttft_s: first-token times of the recent prompts on an idle system.
+            idle_ttft_s: gives the first-token times of the recent prompts on an idle system; asked only when
+                they matter.
             idle_step_s: time per output token of a lone sequence.
         """
         pd = telemetry.pd[self._index]
-        target = self.parameters.slo_target
-        ttft = self._slo.ttft_s is not None and pd.ttft_valid > 0.5 and pd.ttft_attainment < target
-        if ttft and slo_reachable(idle_ttft_s, self._slo.ttft_s or 0.0, target):
+        target, slo = self.parameters.slo_target, self._slo
+        ttft_missed = slo.ttft_s is not None and pd.ttft_valid > 0.5 and pd.ttft_attainment < target
+        if ttft_missed and slo_reachable(idle_ttft_s(), slo.ttft_s or 0.0, target):
             return True
-        tpot = self._slo.tpot_s is not None and pd.tpot_valid > 0.5 and pd.tpot_attainment < target
-        return tpot and slo_reachable([idle_step_s], self._slo.tpot_s or 0.0, target)
+        tpot_missed = slo.tpot_s is not None and pd.tpot_valid > 0.5 and pd.tpot_attainment < target
+        return tpot_missed and slo_reachable([idle_step_s], slo.tpot_s or 0.0, target)
 
     # ---------------------------------------------------------------------------------- what it allows
 

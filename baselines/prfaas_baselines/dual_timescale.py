@@ -255,7 +255,9 @@ class DualTimescale:
         after = self._stages(cluster, reading, then)
         gain = min(after) / min(before) - 1.0 if min(before) > 0.0 else math.inf
         proposal = proposal_for(move, gain, reading, now, then, guard)
-        missed = guard.objective_missed(telemetry, planner.idle_ttft_s(reading), planner.idle_step_s(reading))
+        missed = guard.objective_missed(
+            telemetry, lambda: planner.idle_ttft_s(reading), planner.idle_step_s(reading)
+        )
         return Move.NONE if guard.check(telemetry, proposal, missed) else move
 
     def _stages(self, cluster: _Cluster, reading: Reading, point: Optimum) -> tuple[float, float]:

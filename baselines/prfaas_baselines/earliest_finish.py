@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
-from prfaas_baselines.parameters import knob, parameter_table, parameters_from
+from prfaas_baselines.parameters import knob, number, parameter_table, parameters_from
 from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for, sites_of
-from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
 from prfaas_env.telemetry import Telemetry
@@ -27,11 +26,7 @@ class EarliestFinish:
     constant = True
 
     def __init__(self, margin_s: float = 0.0) -> None:
-        if not isinstance(margin_s, int | float) or math.isnan(margin_s):
-            raise PrfaasError(
-                f"policy 'earliest_finish': margin_s is {margin_s!r}; allowed: a number of seconds"
-            )
-        self._margin_s = float(margin_s)
+        self._margin_s = number("earliest_finish", "margin_s", margin_s, -math.inf, "seconds")
         self._decision = Decision(())
 
     def reset(self, context: PolicyContext) -> None:
@@ -116,7 +111,9 @@ class EarliestFinishConversion:
         then = planner.point(reading, reading.n_prefill + step)
         gain = then.lambda_max_rps / now.lambda_max_rps - 1.0 if now.lambda_max_rps > 0.0 else math.inf
         proposal = proposal_for(move, gain, reading, now, then, guard)
-        missed = guard.objective_missed(telemetry, planner.idle_ttft_s(reading), planner.idle_step_s(reading))
+        missed = guard.objective_missed(
+            telemetry, lambda: planner.idle_ttft_s(reading), planner.idle_step_s(reading)
+        )
         return Move.NONE if guard.check(telemetry, proposal, missed) else move
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from prfaas_baselines.parameters import number
 from prfaas_baselines.planning import Planner, PlanningParameters, sites_of
-from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ClusterDecision, Decision
 from prfaas_env.policy import PolicyContext
 from prfaas_env.telemetry import Telemetry
@@ -26,20 +26,18 @@ class Static:
     constant = True
 
     def __init__(self, threshold_tokens: float | None = None) -> None:
-        if threshold_tokens is not None and not (
-            isinstance(threshold_tokens, int | float) and threshold_tokens >= 0.0
-        ):
-            raise PrfaasError(
-                f"policy 'static': threshold_tokens is {threshold_tokens!r}; allowed: 0 to inf, or none"
-            )
-        self._given = threshold_tokens
+        self._given = (
+            None
+            if threshold_tokens is None
+            else number("static", "threshold_tokens", threshold_tokens, 0.0, "tokens")
+        )
         self._decision = Decision(())
 
     def reset(self, context: PolicyContext) -> None:
         """Work out the thresholds of this scenario."""
         scenario = context.scenario
         if self._given is not None:
-            self._decision = Decision.same(len(scenario.deployment.pd), threshold_tokens=float(self._given))
+            self._decision = Decision.same(len(scenario.deployment.pd), threshold_tokens=self._given)
             return
         parameters = PlanningParameters(means="representative")
         planners = [Planner(scenario, site, parameters) for site in sites_of(scenario)]

@@ -42,6 +42,19 @@ def parameters_from(model: type[P], policy: str, given: dict[str, Any]) -> P:
         raise first_error(error, f"policy {policy!r}") from None
 
 
+def number(policy: str, name: str, value: object, low: float, unit: str) -> float:
+    """A parameter that may be infinite: a number of `unit` of at least `low`.
+
+    Raises:
+        PrfaasError: one line with what was found and what is allowed.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= low:
+        return float(value)
+    raise PrfaasError(
+        f"policy {policy!r}: {name} is {value!r}; allowed: a number of {unit} from {low:g} to inf"
+    )
+
+
 def parameter_table(model: type[Frozen]) -> str:
     """The parameters of a model as a Markdown table: name, unit, default, meaning, where the paper leaves it open."""
     rows = ["| parameter | unit | default | meaning | left open by the paper |", "|---|---|---|---|---|"]

@@ -304,20 +304,24 @@ class Planner:
         scenario, site, kv = self._scenario, self.site, self._scenario.model.kv
         links = [scenario.deployment.links[k] for k in site.links]
         layers = kv.n_layers if scenario.transport.pipelining else 1
-        out = []
-        for tokens in reading.recent_tokens.tolist():
-            bits = float(BITS_PER_BYTE * kv.transfer_bytes(tokens))
-            step_s = self._step_s(tokens)
-            rdma_s = bits / site.cluster.rdma_bps + site.cluster.rdma_latency_s
-            idle = PathState(0.0, 1, 1, 0.0)
-            best_s = first_token_s(idle, site.local.seconds(tokens), bits, rdma_s, layers, step_s)
-            if site.remote is not None and reading.n_prfaas > 0.0:
-                remote_s = site.remote.seconds(tokens)
-                path = PathState(0.0, 1, 1, 0.0, 0.0, reading.link_bps / len(links))
-                latency_s = min(link.latency_s for link in links)
-                best_s = min(best_s, first_token_s(path, remote_s, bits, latency_s, layers, step_s))
-            out.append(best_s)
-        return out
+        tokens = reading.recent_tokens
+        bits = (BITS_PER_BYTE * kv.transfer_bytes_array(tokens)).tolist()
+        step_s = [self._step_s(length) for length in tokens.tolist()]
+        idle = PathState(0.0, 1, 1, 0.0)
+        cluster = site.cluster
+        out = [
+            first_token_s(idle, s, b, b / cluster.rdma_bps + cluster.rdma_latency_s, layers, step)
+            for s, b, step in zip(_seconds(site.local, tokens), bits, step_s, strict=True)
+        ]
+        if site.remote is None or reading.n_prfaas <= 0.0:
+            return out
+        path = PathState(0.0, 1, 1, 0.0, 0.0, reading.link_bps / len(links))
+        latency_s = min(link.latency_s for link in links)
+        remote = [
+            first_token_s(path, s, b, latency_s, layers, step)
+            for s, b, step in zip(_seconds(site.remote, tokens), bits, step_s, strict=True)
+        ]
+        return [min(pair) for pair in zip(out, remote, strict=True)]
 
     def idle_step_s(self, reading: Reading) -> float:
         """Decode step of a lone sequence of mean length."""
@@ -358,6 +362,11 @@ def proposal_for(
         return Proposal(move, gain, decode, prefill, prefill_limit_rps(now), prefill_limit_rps(then))
     n = reading.n_prefill
     return Proposal(move, gain, decode, max(prefill, guard.prefill_use), n, n - 1)
+
+
+def _seconds(profile: PrefillProfile, tokens: IntArray) -> list[float]:
+    seconds: list[float] = profile.seconds_array(tokens.astype(np.float64)).tolist()
+    return seconds
 
 
 _ALWAYS = np.zeros(1)

@@ -193,7 +193,7 @@ def test_slo_reachable_counts_prompts() -> None:
 def test_ttft_objective(see, idle_s, attainment, missed) -> None:
     g = guard(slo=Slo(ttft_s=6.0))
     telemetry = see(g, 600, ttft_valid=1.0, ttft_attainment=attainment)
-    assert g.objective_missed(telemetry, idle_s, 0.025) is missed
+    assert g.objective_missed(telemetry, lambda: idle_s, 0.025) is missed
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_ttft_objective(see, idle_s, attainment, missed) -> None:
 def test_tpot_objective(see, step_s, missed) -> None:
     g = guard(slo=Slo(tpot_s=0.025))
     telemetry = see(g, 600, tpot_valid=1.0, tpot_attainment=0.1)
-    assert g.objective_missed(telemetry, [1.0], step_s) is missed
+    assert g.objective_missed(telemetry, lambda: [1.0], step_s) is missed
 
 
 def test_no_objective_is_never_missed(see) -> None:
     g = guard()
     telemetry = see(g, 600, ttft_valid=1.0, ttft_attainment=0.0, tpot_valid=1.0, tpot_attainment=0.0)
-    assert not g.objective_missed(telemetry, [1.0], 0.01)
+    assert not g.objective_missed(telemetry, lambda: [1.0], 0.01)
 
 
 # ---------------------------------------------------------------------------------------- empty system
