@@ -354,14 +354,13 @@ def proposal_for(
     slots in use. Local prefill shares its work with the remote path, so its load is demand over what both
     prefill together at their best threshold, now and after; alone it is a pool like decode.
     """
-    prefill, decode = reading.prefill_load(now), reading.decode_load(now)
+    prefill, decode = reading.prefill_load(now), max(reading.decode_load(now), guard.decode_use)
     if move is Move.DECODE_TO_PREFILL:
-        n = reading.n_decode
-        return Proposal(move, gain, prefill, max(decode, guard.decode_use), n, n - 1)
+        return Proposal(move, gain, prefill, decode, reading.n_decode, reading.n_decode - 1)
     if reading.n_prfaas > 0.0:
         return Proposal(move, gain, decode, prefill, prefill_limit_rps(now), prefill_limit_rps(then))
-    n = reading.n_prefill
-    return Proposal(move, gain, decode, max(prefill, guard.prefill_use), n, n - 1)
+    measured = max(prefill, guard.prefill_use)
+    return Proposal(move, gain, decode, measured, reading.n_prefill, reading.n_prefill - 1)
 
 
 def _seconds(profile: PrefillProfile, tokens: IntArray) -> list[float]:
