@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 
 class PrfaasError(Exception):
@@ -18,6 +19,15 @@ class Frozen(BaseModel):
     """Base of every configuration model: immutable, unknown keys refused, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_field(cls, value: Any) -> Any:
+        """Refuse an unknown field before pydantic does, to say which ones there are."""
+        for key in value if isinstance(value, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown field {key!r}; known: {', '.join(cls.model_fields)}")
+        return value
 
 
 def first_error(error: ValidationError, where: str) -> PrfaasError:
@@ -54,13 +64,17 @@ def parse_bps(value: Any) -> Any:
     match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", value)
     if match is None:
         raise ValueError(f"not a rate: {value!r}; write a number of bit/s or a text like '100 Gbps'")
-    number, unit = match.groups()
+    text, unit = match.groups()
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"not a rate: {value!r}; write a number of bit/s or a text like '100 Gbps'") from None
     if not unit:
-        return float(number)
+        return number
     if unit in _BYTE_RATE_UNITS:
-        return float(number) * _BYTE_RATE_UNITS[unit]
-    if unit.lower() in _RATE_UNITS and not unit.endswith("B/s"):
-        return float(number) * _RATE_UNITS[unit.lower()]
+        return number * _BYTE_RATE_UNITS[unit]
+    if unit.lower() in _RATE_UNITS and "B" not in unit:  # GBps could mean bits or bytes
+        return number * _RATE_UNITS[unit.lower()]
     raise ValueError(f"unknown unit {unit!r} in {value!r}; allowed: Gbps, Mbps, bit/s, GB/s, MB/s")
 
 
@@ -92,5 +106,8 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise PrfaasError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        # gone after a rename; left behind by a failure or Ctrl-C
+        with contextlib.suppress(OSError):
+            temporary.unlink()
