@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 
 class PrfaasError(Exception):
@@ -68,7 +68,9 @@ def parse_bps(value: Any) -> Any:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"not a rate: {value!r}; write a number of bit/s or a text like '100 Gbps'") from None
+        raise ValueError(
+            f"not a rate: {value!r}; write a number of bit/s or a text like '100 Gbps'"
+        ) from None
     if not unit:
         return number
     if unit in _BYTE_RATE_UNITS:
@@ -80,6 +82,10 @@ def parse_bps(value: Any) -> Any:
 
 #: A rate in bit/s; accepts texts with a unit.
 Bps = Annotated[float, BeforeValidator(parse_bps)]
+
+#: Longest time that anything may name: far beyond any use, far within what int64 nanoseconds hold.
+MAX_S = 1e9
+Seconds = Annotated[float, Field(ge=0, le=MAX_S)]
 
 #: Random streams of an episode, by name. The number is part of every result: never renumber, only append.
 STREAMS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from prfaas_env.base import PrfaasError, first_error
+from prfaas_env.profiles.catalogue import load_model, model_names
 from prfaas_env.scenarios.models import Scenario
 
 _DATA = resources.files("prfaas_env.scenarios") / "data"
@@ -23,7 +24,11 @@ class _StrictLoader(yaml.SafeLoader):
 def _unique_mapping(loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue  # `<<: *anchor` stands for the anchor's keys
         key = loader.construct_object(key_node, deep=deep)
+        if not isinstance(key, Hashable):
+            continue  # refused by construct_mapping
         if key in seen:
             mark = key_node.start_mark
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", mark)
@@ -52,6 +57,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise PrfaasError(f"{where}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PrfaasError(f"{where}:{line}: not valid YAML: {error.reason}") from None
     if not isinstance(content, dict):
         raise PrfaasError(f"{where}: expected a mapping of scenario fields, found {type(content).__name__}")
     return content
@@ -76,12 +84,14 @@ def _merge(base: Any, change: Any) -> Any:
 
 def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     """(raw fields with `extends` resolved, where they came from) of a shipped name or a path."""
-    if spec in seen:
-        raise PrfaasError(
-            f"scenario {seen[0]}: `extends` goes round in a circle: {' -> '.join((*seen, spec))}"
-        )
     path = Path(spec)
-    if spec in scenario_names():
+    shipped = spec in scenario_names()
+    identity = spec if shipped else str(path.resolve())
+    if identity in seen:
+        raise PrfaasError(
+            f"scenario {seen[0]}: `extends` goes round in a circle: {' -> '.join((*seen, identity))}"
+        )
+    if shipped:
         where = f"scenario {spec}"
         raw = parse_yaml((_DATA / f"{spec}.yaml").read_text(encoding="utf-8"), where)
         folder = None
@@ -90,8 +100,9 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
         raw = read_yaml(path)
         folder = path.parent
     else:
+        by = f"{seen[-1]}: extends: " if seen else ""
         raise PrfaasError(
-            f"unknown scenario {spec!r}; shipped: {', '.join(scenario_names())}; or give a path to a .yaml file"
+            f"{by}unknown scenario {spec!r}; shipped: {', '.join(scenario_names())}; or give a path to a .yaml file"
         )
     _resolve_trace_path(raw, folder)
     parent = raw.pop("extends", None)
@@ -100,7 +111,7 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
             raise PrfaasError(f"{where}: extends: must be a scenario name or path, found {parent!r}")
         if folder is not None and parent not in scenario_names():
             parent = str(folder / parent)
-        base, _ = _read(parent, (*seen, spec))
+        base, _ = _read(parent, (*seen, identity))
         raw = _merge(base, raw)
     return raw, where
 
@@ -126,6 +137,9 @@ def _override(raw: dict[str, Any], assignment: str) -> None:
         raise PrfaasError(f"--set {assignment!r}: the value is not valid YAML") from None
     node: Any = raw
     parts = path.split(".")
+    model = raw.get("model")
+    if parts[0] == "model" and len(parts) > 1 and isinstance(model, str) and model in model_names():
+        raw["model"] = load_model(model).model_dump(mode="json")  # a name stands for the fields of that model
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
         key: Any = part

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from prfaas_env.base import Bps, Frozen
+from prfaas_env.base import MAX_S, Bps, Frozen, PrfaasError, Seconds
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
 from prfaas_env.workload.means import mean_rate_rps
@@ -49,7 +49,7 @@ class PdCluster(Frozen):
         default=1.0, ge=0, description="weight of this cluster's share of the arrivals"
     )
     rdma_bps: Bps = Field(default=800e9, gt=0, description="KV hand-over inside the cluster, bit/s per node")
-    rdma_latency_s: float = Field(default=0.0, ge=0)
+    rdma_latency_s: Seconds = 0.0
 
     @property
     def prefill_floor(self) -> int:
@@ -71,7 +71,7 @@ class Link(Frozen):
     prfaas: str = "prfaas0"
     pd: str = "pd0"
     capacity_bps: Bps = Field(gt=0, description="nominal capacity, bit/s")
-    latency_s: float = Field(default=0.0, ge=0, description="one-way latency, added once per request")
+    latency_s: Seconds = Field(default=0.0, description="one-way latency, added once per request")
     flow_cap_bps: Bps | None = Field(default=None, gt=0, description="most that one flow gets; none = no cap")
 
 
@@ -99,6 +99,8 @@ class Deployment(Frozen):
             if (link.prfaas, link.pd) in pairs:
                 raise ValueError(f"two links between {link.prfaas!r} and {link.pd!r}")
             pairs.add((link.prfaas, link.pd))
+        if not any(c.arrival_share > 0 for c in self.pd):
+            raise ValueError("arrival_share is 0 at every pd cluster; at least one must be above 0")
         linked_pd = {link.pd for link in self.links}
         for cluster in self.pd:
             if cluster.name not in linked_pd and cluster.prefill_floor < 1:
@@ -119,15 +121,15 @@ class StepCapacity(Frozen):
     """Capacity changes at given times, the same on every link; before the first, nominal."""
 
     kind: Literal["steps"] = "steps"
-    at_s: tuple[float, ...] = Field(min_length=1)
+    at_s: tuple[Seconds, ...] = Field(min_length=1)
     capacity_bps: tuple[Annotated[Bps, Field(ge=0)], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
         if len(self.at_s) != len(self.capacity_bps):
             raise ValueError(f"{len(self.at_s)} at_s but {len(self.capacity_bps)} capacity_bps")
-        if any(b <= a for a, b in zip(self.at_s, self.at_s[1:], strict=False)) or self.at_s[0] < 0:
-            raise ValueError("at_s must be >= 0 and rise strictly")
+        if any(b <= a for a, b in zip(self.at_s, self.at_s[1:], strict=False)):
+            raise ValueError("at_s must rise strictly")
         return self
 
 
@@ -150,21 +152,21 @@ class Transport(Frozen):
 class Conversion(Frozen):
     """What a change of role costs."""
 
-    switch_s: float = Field(default=15.0, ge=0)
-    drain_limit_s: float = Field(
+    switch_s: Seconds = 15.0
+    drain_limit_s: Seconds = Field(
         default=120.0, gt=0, description="after it, a draining instance's sequences are prefilled again"
     )
-    warmup_s: float = Field(default=0.0, ge=0)
+    warmup_s: Seconds = 0.0
     warmup_speed: float = Field(
-        default=1.0, gt=0, le=1, description="speed during the warm-up, share of full"
+        default=1.0, ge=0.001, le=1, description="speed during the warm-up, share of full"
     )
 
 
 class Control(Frozen):
     """The two clocks of the scheduler."""
 
-    control_interval_s: float = Field(default=1.0, gt=0)
-    conversion_interval_s: float = Field(default=15.0, gt=0)
+    control_interval_s: float = Field(default=1.0, ge=0.001, le=MAX_S)
+    conversion_interval_s: Seconds = 15.0
 
     @model_validator(mode="after")
     def _whole_multiple(self) -> Self:
@@ -198,8 +200,8 @@ class Admission(Frozen):
 class Measure(Frozen):
     """Horizon of an episode and the part of it that is measured."""
 
-    horizon_s: float = Field(default=3600.0, gt=0)
-    warmup_s: float = Field(default=0.0, ge=0)
+    horizon_s: float = Field(default=3600.0, ge=0.001, le=MAX_S)
+    warmup_s: Seconds = 0.0
 
     @model_validator(mode="after")
     def _window(self) -> Self:
@@ -221,6 +223,10 @@ class RewardSettings(Frozen):
     conversion_price_s: float = Field(
         default=5.0, ge=0, description="`cost` reward: seconds of waiting that one conversion is worth"
     )
+
+
+#: Highest mean arrival rate that `with_rate` takes.
+MAX_RATE_RPS = 1e6
 
 
 class Scenario(Frozen):
@@ -280,13 +286,24 @@ class Scenario(Frozen):
         """A copy with this mean arrival rate: set for Poisson, gamma and even spacing, scaled for regimes.
 
         A trace is replayed faster or slower (`speed`) to have this rate.
+
+        Raises:
+            PrfaasError: a rate that is not above 0, or a workload without arrivals, which cannot be scaled.
         """
+        if not 0 < rate_rps <= MAX_RATE_RPS:
+            raise PrfaasError(
+                f"the arrival rate must be above 0 and at most {MAX_RATE_RPS:.0e} req/s, found {rate_rps}"
+            )
         workload = self.workload
         if isinstance(workload, TraceWorkload):
             factor = rate_rps / mean_rate_rps(workload)
             return self.replace(workload=workload.model_copy(update={"speed": workload.speed * factor}))
         arrivals = workload.arrivals
         if isinstance(arrivals, RegimeArrivals):
+            if arrivals.rate_rps.mean == 0:
+                raise PrfaasError(
+                    f"scenario {self.name}: the regimes have no arrivals, so no rate scales them"
+                )
             factor = rate_rps / arrivals.rate_rps.mean
             chain = arrivals.rate_rps.model_copy(
                 update={"values": tuple(v * factor for v in arrivals.rate_rps.values)}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from prfaas_env.base import PrfaasError, stream
+from prfaas_env.base import MAX_S, PrfaasError, stream
 from prfaas_env.simulator.formulas import FloatArray, IntArray, ns_from_s
 from prfaas_env.workload.models import (
     Arrivals,
@@ -47,15 +47,19 @@ def sample_arrivals_ns(
         assert n_requests is not None
         _check_count(n_requests)
         times_s = _first(arrivals, seed, n_requests)
+        _check_span(n_requests, float(times_s[-1]) if n_requests else 0.0)
         return np.rint(times_s * 1e9).astype(np.int64)
-    times_ns = np.rint(_until(arrivals, seed, horizon_s) * 1e9).astype(np.int64)
+    # a very low rate puts its next arrival beyond what nanoseconds can hold
+    with np.errstate(over="ignore"):
+        times_s = np.minimum(_until(arrivals, seed, horizon_s), horizon_s + 1.0)
+    times_ns = np.rint(times_s * 1e9).astype(np.int64)
     return times_ns[: int(np.searchsorted(times_ns, ns_from_s(horizon_s), side="left"))]
 
 
 def _check_limits(horizon_s: float | None, n_requests: int | None) -> None:
     if (horizon_s is None) == (n_requests is None):
         raise PrfaasError("give either horizon_s or n_requests to say how many requests to draw")
-    if horizon_s is not None and not 0 <= horizon_s < 1e9:
+    if horizon_s is not None and not 0 <= horizon_s <= MAX_S:
         raise PrfaasError(f"horizon_s is {horizon_s}; allowed: 0 up to 1e9 seconds")
     if n_requests is not None and n_requests < 0:
         raise PrfaasError(f"n_requests is {n_requests}; allowed: 0 or more")
@@ -68,6 +72,11 @@ def _check_count(n: float) -> None:
         )
 
 
+def _check_span(n: int, last_s: float) -> None:
+    if not last_s <= MAX_S:
+        raise PrfaasError(f"arrivals: rate_rps is so low that {n} requests take more than {MAX_S:.0e} s")
+
+
 def _first(arrivals: Arrivals, seed: int, n: int) -> FloatArray:
     """The first n arrival instants in seconds."""
     if n == 0:
@@ -75,6 +84,7 @@ def _first(arrivals: Arrivals, seed: int, n: int) -> FloatArray:
     rate_rps = arrivals.rate_rps.mean if isinstance(arrivals, RegimeArrivals) else arrivals.rate_rps
     if rate_rps <= 0:
         raise PrfaasError(f"arrivals: rate_rps is 0, so {n} requests never arrive; give horizon_s instead")
+    _check_span(n, n / rate_rps)
     if isinstance(arrivals, DeterministicArrivals):
         return np.arange(1, n + 1) / arrivals.rate_rps
     if not isinstance(arrivals, RegimeArrivals):

@@ -40,11 +40,15 @@ def test_a_rate_is_bits_per_second_in_powers_of_1000(text: object, bps: float) -
 
 @pytest.mark.parametrize("unit", ["GBps", "GBPS", "MBps", "GB", "Gb/s", "gb/s", "GiB/s", "Gibps", "G", "s"])
 def test_a_unit_that_could_mean_bits_or_bytes_is_refused(unit: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown unit '{unit}' in '100 {unit}'; allowed: Gbps, Mbps, bit/s"):
+    with pytest.raises(
+        ValueError, match=f"unknown unit '{unit}' in '100 {unit}'; allowed: Gbps, Mbps, bit/s"
+    ):
         parse_bps(f"100 {unit}")
 
 
-@pytest.mark.parametrize("text", ["fast", "", "Gbps", "100e Gbps", "1-2 Gbps", "nan", "inf Gbps", "1 000 Gbps"])
+@pytest.mark.parametrize(
+    "text", ["fast", "", "Gbps", "100e Gbps", "1-2 Gbps", "nan", "inf Gbps", "1 000 Gbps"]
+)
 def test_a_text_without_a_number_is_no_rate(text: str) -> None:
     with pytest.raises(ValueError, match="not a rate"):
         parse_bps(text)
@@ -95,7 +99,16 @@ def test_streams_are_reproducible_and_apart(seed: int, name: str, index: list[in
 
 def test_stream_numbers_never_change() -> None:
     """They are part of every stored result: append, never renumber."""
-    names = ["arrivals", "input_lengths", "output_lengths", "prefixes", "link", "faults", "background", "policy"]
+    names = [
+        "arrivals",
+        "input_lengths",
+        "output_lengths",
+        "prefixes",
+        "link",
+        "faults",
+        "background",
+        "policy",
+    ]
     assert list(STREAMS.items())[:8] == list(zip(names, range(8), strict=True))
     assert len(set(STREAMS.values())) == len(STREAMS)
 

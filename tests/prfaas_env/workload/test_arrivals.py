@@ -22,6 +22,7 @@ ALL = [
     RegimeArrivals(rate_rps=CHAIN),
 ]
 KINDS = [a.kind for a in ALL]
+SHAPE = {GammaArrivals: {"shape": 0.5}}
 
 
 @pytest.mark.parametrize("arrivals", ALL, ids=KINDS)
@@ -149,6 +150,17 @@ def test_rate_zero_is_an_empty_table(arrivals):
     assert len(sample_arrivals_ns(arrivals, 0, n_requests=0)) == 0
     with pytest.raises(PrfaasError, match="rate_rps is 0"):
         sample_arrivals_ns(arrivals, 0, n_requests=1)
+
+
+@pytest.mark.parametrize("rate_rps", [5e-324, 1e-300, 1e-12, 1e-7])
+@pytest.mark.parametrize("law", [PoissonArrivals, DeterministicArrivals, GammaArrivals, RegimeArrivals])
+@pytest.mark.filterwarnings("error")
+def test_a_rate_too_low_for_one_arrival_gives_none(law, rate_rps):
+    chain = RegimeChain(values=(rate_rps,), probabilities=(1.0,), mean_holding_s=1e4)
+    arrivals = law(rate_rps=chain) if law is RegimeArrivals else law(rate_rps=rate_rps, **SHAPE.get(law, {}))
+    assert len(sample_arrivals_ns(arrivals, 3, horizon_s=1_000.0)) == 0
+    with pytest.raises(PrfaasError, match=r"rate_rps is so low that 1000 requests take more than 1e\+09 s"):
+        sample_arrivals_ns(arrivals, 3, n_requests=1_000)
 
 
 @pytest.mark.parametrize(
