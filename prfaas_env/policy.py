@@ -55,24 +55,32 @@ def policy_names() -> list[str]:
     return sorted({entry.name for entry in metadata.entry_points(group=_GROUP)})
 
 
+def _line(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split())
+
+
 def _factory(name: str) -> Callable[..., Any]:
     if ":" in name:
         module_name, _, attribute = name.partition(":")
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except (ImportError, ValueError, TypeError) as error:  # the last two: empty and relative names
             raise PrfaasError(
-                f"policy {name!r}: module {module_name!r} cannot be imported: {error}"
+                f"policy {name!r}: module {module_name!r} cannot be imported: {_line(error)}"
             ) from None
         if not hasattr(module, attribute):
             raise PrfaasError(f"policy {name!r}: module {module_name!r} has no {attribute!r}")
-        return getattr(module, attribute)  # type: ignore[no-any-return]
+        factory = getattr(module, attribute)
+        if not callable(factory):
+            raise PrfaasError(f"policy {name!r}: {attribute!r} is not a class or function")
+        return factory  # type: ignore[no-any-return]
     for entry in metadata.entry_points(group=_GROUP):
         if entry.name == name:
             try:
                 return entry.load()  # type: ignore[no-any-return]
             except ImportError as error:
-                raise PrfaasError(f"policy {name!r}: cannot be loaded: {error}") from None
+                raise PrfaasError(f"policy {name!r}: cannot be loaded: {_line(error)}") from None
     raise PrfaasError(
         f"unknown policy {name!r}; installed: {', '.join(policy_names()) or 'none'}; or give module:Class"
     )
@@ -82,9 +90,21 @@ def _split(spec: str) -> tuple[str, str]:
     """(name, parameters) of `name`, `name:key=value,...`, `module:Class` or `module:Class:key=value,...`."""
     parts = spec.split(":")
     for k in range(1, len(parts)):
-        if "=" in parts[k]:
+        if "=" in parts[k] or parts[0] in policy_names():
             return ":".join(parts[:k]), ":".join(parts[k:])
     return spec, ""
+
+
+def _value(spec: str, key: str, text: str) -> Any:
+    """One parameter value, in YAML."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise PrfaasError(f"policy {spec!r}: the value of {key!r} is not valid YAML: {text!r}") from None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML reads 1e4 and inf as text
+    return value
 
 
 def make_policy(spec: str) -> Policy:
@@ -98,16 +118,15 @@ def make_policy(spec: str) -> Policy:
     parameters: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, separator, value = item.partition("=")
-        if not separator:
+        if not separator or not key or not value:
             raise PrfaasError(f"policy {spec!r}: {item!r} is not key=value")
         if key in parameters:
             raise PrfaasError(f"policy {spec!r}: parameter {key!r} is given twice")
-        parsed = yaml.safe_load(value)
-        if isinstance(parsed, str):
-            with contextlib.suppress(ValueError):
-                parsed = float(parsed)  # YAML reads 1e4 and inf as text
-        parameters[key] = parsed
-    known = inspect.signature(factory).parameters
+        parameters[key] = _value(spec, key, value)
+    try:
+        known = inspect.signature(factory).parameters
+    except ValueError as error:
+        raise PrfaasError(f"policy {spec!r}: {_line(error)}") from None
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         for key in parameters:
             if key not in known:
@@ -117,7 +136,7 @@ def make_policy(spec: str) -> Policy:
     try:
         policy = factory(**parameters)
     except (TypeError, ValueError) as error:
-        raise PrfaasError(f"policy {spec!r}: {error}") from None
+        raise PrfaasError(f"policy {spec!r}: {_line(error)}") from None
     if not isinstance(policy, Policy):
         raise PrfaasError(f"policy {spec!r}: {factory!r} does not make a policy (reset, decide, constant)")
     return policy
