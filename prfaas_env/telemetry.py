@@ -501,7 +501,12 @@ SLO_TOLERANCE = 1e-9
 
 def meets(objective_s: float | None, value_s: float) -> bool:
     """Whether a time meets an objective; an objective that is not set is met."""
-    return objective_s is None or value_s <= objective_s * (1.0 + SLO_TOLERANCE)
+    return objective_s is None or within(objective_s, value_s)
+
+
+def within(objective_s: float, value_s: float) -> bool:
+    """Whether a time meets an objective that is set."""
+    return value_s <= objective_s * (1.0 + SLO_TOLERANCE)
 
 
 # Columns of a door ring.
@@ -876,23 +881,27 @@ def decision_fields(
     threshold_tokens: float | None, margin_s: float | None, cache_rule: str
 ) -> dict[str, float]:
     """The fields of a PD group that repeat the present decision, infinities at the ends of their range."""
-    threshold = 0.0 if threshold_tokens is None else min(threshold_tokens, _THRESHOLD_HIGH)
-    margin = 0.0 if margin_s is None else math.copysign(min(abs(margin_s), _MARGIN_HIGH), margin_s)
     return {
         "threshold_valid": float(threshold_tokens is not None),
-        "threshold_tokens": threshold,
+        "threshold_tokens": 0.0 if threshold_tokens is None else threshold_field(threshold_tokens),
         "margin_valid": float(margin_s is not None),
-        "margin_s": margin,
+        "margin_s": 0.0 if margin_s is None else margin_field(margin_s),
         "cache_rule_abundant": float(cache_rule == "abundant"),
     }
 
 
-def _high_of(name: str) -> float:
-    return next(f.high for f in PD_FIELDS if f.name == name)
+_THRESHOLD_HIGH = PD_FIELDS[PD_INDEX["threshold_tokens"]].high
+_MARGIN_HIGH = PD_FIELDS[PD_INDEX["margin_s"]].high
 
 
-_THRESHOLD_HIGH = _high_of("threshold_tokens")
-_MARGIN_HIGH = _high_of("margin_s")
+def threshold_field(threshold_tokens: float) -> float:
+    """A threshold with infinity at the end of its range."""
+    return min(threshold_tokens, _THRESHOLD_HIGH)
+
+
+def margin_field(margin_s: float) -> float:
+    """A margin with the infinities at the ends of its range."""
+    return max(min(margin_s, _MARGIN_HIGH), -_MARGIN_HIGH)
 
 
 def schema_rows(schema: TelemetrySchema) -> list[dict[str, Any]]:

@@ -22,12 +22,17 @@ from prfaas_env.workload.models import (
 )
 
 
+#: Most instances of one cluster and most clusters or links of one kind (event keys hold no more).
+MAX_INSTANCES = 16_000
+MAX_CLUSTERS = 120
+
+
 class PrfaasCluster(Frozen):
     """A remote cluster that only prefills."""
 
     name: str = "prfaas0"
     hardware: str = Field(description="name of a hardware profile of the scenario's model")
-    n_instances: int = Field(ge=1)
+    n_instances: int = Field(ge=1, le=MAX_INSTANCES)
 
 
 class PdCluster(Frozen):
@@ -37,8 +42,8 @@ class PdCluster(Frozen):
     hardware: str = Field(
         description="name of a hardware profile of the scenario's model, with a decode profile"
     )
-    n_prefill: int = Field(ge=0)
-    n_decode: int = Field(ge=1)
+    n_prefill: int = Field(ge=0, le=MAX_INSTANCES // 2)
+    n_decode: int = Field(ge=1, le=MAX_INSTANCES // 2)
     min_prefill: int | None = Field(
         default=None,
         ge=0,
@@ -78,9 +83,9 @@ class Link(Frozen):
 class Deployment(Frozen):
     """Hardware counts per cluster and the links between them."""
 
-    prfaas: tuple[PrfaasCluster, ...] = ()
-    pd: tuple[PdCluster, ...] = Field(min_length=1)
-    links: tuple[Link, ...] = ()
+    prfaas: tuple[PrfaasCluster, ...] = Field(default=(), max_length=MAX_CLUSTERS)
+    pd: tuple[PdCluster, ...] = Field(min_length=1, max_length=MAX_CLUSTERS)
+    links: tuple[Link, ...] = Field(default=(), max_length=2 * MAX_CLUSTERS)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -62,6 +62,7 @@ class Instance:
     speed: float = 1.0
     running: Attempt | None = None
     drained: simpy.Event | None = None
+    warm_until_ns: int = -1
     wake_version: int = 0
 
     def sequences(self) -> int:

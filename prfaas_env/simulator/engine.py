@@ -12,8 +12,8 @@ from prfaas_env.simulator.records import RequestRecords, Totals
 from prfaas_env.simulator.world import World
 from prfaas_env.telemetry import Telemetry
 
-EngineName = Literal["simpy"]
-ENGINES: tuple[EngineName, ...] = ("simpy",)
+EngineName = Literal["compiled", "simpy"]
+ENGINES: tuple[EngineName, ...] = ("compiled", "simpy")
 DEFAULT_ENGINE: EngineName = "simpy"
 
 
@@ -76,6 +76,10 @@ class Engine(Protocol):
 
 def make_engine(name: str, world: World) -> Engine:
     """An engine by name; PrfaasError names the known ones."""
+    if name == "compiled":
+        from prfaas_env.simulator.compiled_engine import CompiledEngine
+
+        return CompiledEngine(world)
     if name == "simpy":
         from prfaas_env.simulator.simpy_engine import SimpyEngine
 

@@ -25,12 +25,16 @@ class Kind(enum.IntEnum):
     SETTLE = 9
 
 
-_CLUSTER_BITS, _INSTANCE_BITS, _REQUEST_BITS, _ATTEMPT_BITS = 12, 20, 40, 16
+#: Bits of each part of a key: 4 + 8 + 14 + 27 + 9 = 62, so that a key fits a signed 64-bit number.
+CLUSTER_BITS, INSTANCE_BITS, REQUEST_BITS, ATTEMPT_BITS = 8, 14, 27, 9
 
 
 def event_key(kind: int, cluster: int = 0, instance: int = 0, request: int = 0, attempt: int = 0) -> int:
-    """One integer that sorts like (kind, cluster, instance, request, attempt); at least 2."""
-    return (
-        ((((kind + 1) << _CLUSTER_BITS | cluster) << _INSTANCE_BITS | instance) << _REQUEST_BITS | request)
-        << _ATTEMPT_BITS
-    ) | attempt
+    """One integer that sorts like (kind, cluster, instance, request, attempt); at least 2.
+
+    Two attempts of one request never have an event at the same instant, so their number may wrap.
+    """
+    key = (kind + 1) << CLUSTER_BITS | cluster
+    key = key << INSTANCE_BITS | instance
+    key = key << REQUEST_BITS | request
+    return key << ATTEMPT_BITS | (attempt & ((1 << ATTEMPT_BITS) - 1))

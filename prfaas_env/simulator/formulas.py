@@ -86,6 +86,11 @@ def kv_transfer_bytes(
     return int(total)
 
 
+def rdma_s(n_bytes: int, rdma_bps: float, rdma_latency_s: float) -> float:
+    """Hand-over time inside a PD cluster, not shared with anything."""
+    return n_bytes * BITS_PER_BYTE / rdma_bps + rdma_latency_s
+
+
 def decode_step_s(a_s: float, b_s: float, c_s: float, batch: int, context_tokens: int) -> float:
     """Decode step time in seconds: `a + b * batch + c * context tokens of the whole batch`."""
     return a_s + b_s * batch + c_s * context_tokens
@@ -131,19 +136,22 @@ def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps:
         True if the link is the limit of at least one flow (some flow gets less than its cap).
     """
     left_bps = capacity_bps
-    left_flows = len(order)
     limited = False
-    for k in range(len(order)):
+    n = len(order)
+    for k in range(n):
         i = order[k]
-        share_bps = left_bps / left_flows
-        if caps_bps[i] <= share_bps:
-            rates_bps[i] = caps_bps[i]
-        else:
-            rates_bps[i] = share_bps
-            limited = True
+        rates_bps[i], short = fair_share(left_bps, n - k, caps_bps[i])
+        limited = limited or short
         left_bps = max(left_bps - rates_bps[i], 0.0)
-        left_flows -= 1
     return limited
+
+
+def fair_share(left_bps: float, n_flows: int, cap_bps: float) -> tuple[float, bool]:
+    """Rate of the least capped of `n_flows` flows that share what is left, and whether it gets less than its cap."""
+    share_bps = left_bps / n_flows
+    if cap_bps <= share_bps:
+        return cap_bps, False
+    return share_bps, True
 
 
 def flow_end_ns(now_ns: int, remaining_bits: float, rate_bps: float) -> int:

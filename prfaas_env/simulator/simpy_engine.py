@@ -44,6 +44,7 @@ from prfaas_env.simulator.formulas import (
     ns_from_s,
     pipelined_cap_bps,
     pipelined_open_ns,
+    rdma_s,
 )
 from prfaas_env.simulator.link import Flow, LinkState
 from prfaas_env.simulator.records import (
@@ -279,7 +280,7 @@ class SimpyEngine:
         else:
             yield instance.drained
         instance.drained = None
-        instance.phase = Phase.SWITCHING
+        instance.phase, instance.speed, instance.warm_until_ns = Phase.SWITCHING, 1.0, -1
         self._count_role(site, instance, -1)
         yield self._at(self.now_ns + ns_from_s(costs.switch_s), Kind.CONVERSION, cluster, instance.id)
         instance.role, instance.phase = role, Phase.ACTIVE
@@ -291,8 +292,11 @@ class SimpyEngine:
             site.decode.active += 1
         if costs.warmup_s > 0 and costs.warmup_speed < 1:
             instance.speed = costs.warmup_speed
+            warm_until_ns = instance.warm_until_ns = self.now_ns + ns_from_s(costs.warmup_s)
             self._settle_later()
-            yield self._at(self.now_ns + ns_from_s(costs.warmup_s), Kind.CONVERSION, cluster, instance.id)
+            yield self._at(warm_until_ns, Kind.CONVERSION, cluster, instance.id)
+            if instance.warm_until_ns != warm_until_ns:
+                return  # it has switched again since
             instance.speed = 1.0
             if instance.batch is not None:
                 instance.batch.dirty = True
@@ -387,7 +391,7 @@ class SimpyEngine:
         return kv_transfer_bytes(*self._kv, tokens)
 
     def _rdma_s(self, site: PdSite, n_bytes: int) -> float:
-        return n_bytes * BITS_PER_BYTE / site.spec.rdma_bps + site.spec.rdma_latency_s
+        return rdma_s(n_bytes, site.spec.rdma_bps, site.spec.rdma_latency_s)
 
     def _path(self, site: PdSite, pool: PrefillPool, link: int) -> PathState:
         """What prediction reads now for the local pool (`link` < 0) or a remote pool over a link."""

@@ -1,0 +1,282 @@
+"""The compiled engine: the same world as the SimPy engine, as arrays and one compiled event loop."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from prfaas_env.decision import Decision
+from prfaas_env.simulator import kernel
+from prfaas_env.simulator import layout as L
+from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, IntArray
+from prfaas_env.simulator.jit import compile_functions
+from prfaas_env.simulator.layout import RECORD_COLUMNS, Layout, Sizes, initial_sizes
+from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Totals
+from prfaas_env.simulator.world import World
+from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry
+
+_LOCK = threading.Lock()
+_ENTRIES = (kernel.run, kernel.begin, kernel.apply_decision, kernel.read_telemetry, kernel.site_legal)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> dict[str, Callable[..., Any]]:
+    """The compiled kernel; says so once when it has to be compiled first."""
+    with _LOCK:
+        functions, warm = compile_functions(_ENTRIES)
+        if not warm:
+            sys.stderr.write("compiling the simulator (once)\n")
+            sys.stderr.flush()
+        return functions
+
+
+@dataclass(frozen=True)
+class CompiledSnapshot:
+    """Whole state of a compiled engine: its arrays, copied. The workload inside is that of `world`."""
+
+    world: World
+    sizes: Sizes
+    ints: IntArray
+    reals: FloatArray
+    requests: IntArray
+
+
+class CompiledEngine:
+    """One episode of one world; see `engine.Engine`."""
+
+    name = "compiled"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._functions = _compiled()
+        changes = max((len(trace.time_ns) for trace in world.links), default=0)
+        self._use(Layout(world.scenario, initial_sizes(world.scenario, changes)))
+        self._ints, self._reals = self._layout.start()
+        self._load_capacity()
+        self._requests = request_rows(world)
+        self._ints[L.N_REQUESTS] = self._ints[L.UNRESOLVED] = len(world.requests)
+        self._functions["begin"](self._ints)
+
+    def _use(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def _load_capacity(self) -> None:
+        load_capacity(self.world, self._layout, self._ints, self._reals)
+
+    # ------------------------------------------------------------------ stepping
+
+    @property
+    def now_ns(self) -> int:
+        """Present instant."""
+        return int(self._ints[L.NOW])
+
+    @property
+    def done(self) -> bool:
+        """Whether every request is resolved."""
+        return bool(self._ints[L.UNRESOLVED] == 0)
+
+    def apply(self, decision: Decision) -> None:
+        """Put a decision in force; an order that is not legal becomes "no move" and is counted."""
+        if len(decision.clusters) != self._layout.n_pd:
+            raise ValueError(
+                f"decision for {len(decision.clusters)} PD clusters, there are {self._layout.n_pd}"
+            )
+        for pd, cluster in enumerate(decision.clusters):
+            by_margin = cluster.threshold_tokens is None
+            value = cluster.margin_s if by_margin else cluster.threshold_tokens
+            self._functions["apply_decision"](
+                self._ints,
+                self._reals,
+                pd,
+                int(by_margin),
+                float(value if value is not None else 0.0),
+                int(cluster.move),
+                int(cluster.cache_rule == "abundant"),
+            )
+
+    def run_until(self, t_ns: int) -> None:
+        """Handle everything that lies before `t_ns`; what lies at it follows the next decision."""
+        if t_ns > self.now_ns:
+            self._run(t_ns, False)
+
+    def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
+        """Run until every request is resolved, or to `limit_ns`."""
+        self._run(limit_ns, True)
+
+    def _run(self, until_ns: int, to_end: bool) -> None:
+        while True:
+            status = self._functions["run"](self._ints, self._reals, self._requests, until_ns, to_end)
+            if status == kernel.RAN:
+                return
+            self._grow(status)
+
+    def _grow(self, status: int) -> None:
+        """Double the array that is too small; offsets move, everything else stays."""
+        old = self._layout
+        sizes = old.sizes
+        bigger = Sizes(
+            heap=2 * sizes.heap if status == kernel.GROW_HEAP else sizes.heap,
+            flows=2 * sizes.flows if status == kernel.GROW_FLOWS else sizes.flows,
+            changes=sizes.changes,
+        )
+        new = Layout(self.world.scenario, bigger)
+        self._ints, self._reals = moved(old, new, self._ints, self._reals)
+        self._use(new)
+
+    # ------------------------------------------------------------------ readings
+
+    @property
+    def records(self) -> RequestRecords:
+        """Per-request results so far (copies)."""
+        return RequestRecords(
+            **{
+                name: self._requests[: len(self.world.requests), column].copy()
+                for name, column in RECORD_COLUMNS.items()
+            }
+        )
+
+    def totals(self) -> Totals:
+        """Cumulative figures now."""
+        ints, reals, now = self._ints, self._reals, self.now_ns
+        pools = [int(ints[L.O_POOL]) + q * L.W_POOL for q in range(self._layout.n_prfaas + self._layout.n_pd)]
+        remote, local = pools[: self._layout.n_prfaas], pools[self._layout.n_prfaas :]
+        sites = [int(ints[L.O_PD]) + i * L.W_PD for i in range(self._layout.n_pd)]
+        wires = [int(ints[L.OF_LINK]) + k * L.WF_LINK for k in range(self._layout.n_link)]
+
+        def integral(bases: list[int], offset: int) -> int:
+            return sum(int(kernel.integral_at(ints, base + offset, now)) for base in bases)
+
+        return Totals(
+            time_ns=now,
+            arrived=int(ints[L.ARRIVED]),
+            finished=int(ints[L.FINISHED]),
+            rejected=int(ints[L.REJECT_OVER_LIMIT : L.REJECT_OVER_LIMIT + len(REJECT_REASONS)].sum()),
+            aborted=int(ints[L.ABORTED]),
+            remote=int(ints[L.REMOTE]),
+            conversions=int(ints[L.CONVERSIONS]),
+            invalid_moves=int(ints[L.INVALID_MOVES]),
+            waiting_ns=integral([0], L.WAITING),
+            remote_busy_ns=integral(remote, L.Q_BUSY),
+            remote_instances_ns=integral(remote, L.Q_IN_ROLE),
+            prefill_busy_ns=integral(local, L.Q_BUSY),
+            prefill_instances_ns=integral(local, L.Q_IN_ROLE),
+            decode_slots_used_ns=integral(sites, L.D_SEQ),
+            decode_slots_ns=integral(sites, L.D_SLOTS),
+            first_tokens=int(ints[L.FIRST_TOKENS]),
+            good=int(ints[L.GOOD]),
+            egress_bits=tuple(
+                float(kernel.delivered_bits(ints, reals, k)) for k in range(self._layout.n_link)
+            ),
+            egress_peak_bps=tuple(float(reals[w + L.KF_STATE + L.STATE_PEAK]) for w in wires),
+            reject_reasons=tuple(
+                int(x) for x in ints[L.REJECT_OVER_LIMIT : L.REJECT_OVER_LIMIT + len(REJECT_REASONS)]
+            ),
+        )
+
+    def telemetry(self) -> Telemetry:
+        """What a scheduler can see now."""
+        values = np.empty(len(self.world.schema))
+        self._functions["read_telemetry"](self._ints, self._reals, self._requests, values)
+        now = self.now_ns
+        return Telemetry(
+            self.world.schema,
+            now,
+            values,
+            conversion_tick=now > 0 and now % int(self._ints[L.CONVERSION_NS]) == 0,
+            legal_moves=self.legal(),
+            recent_lengths_tokens=tuple(self._recent(pd) for pd in range(self._layout.n_pd)),
+        )
+
+    def _recent(self, pd: int) -> IntArray:
+        ints = self._ints
+        site = int(ints[L.O_PD]) + pd * L.W_PD
+        n, at = int(ints[site + L.D_RECENT_N]), int(ints[site + L.D_RECENT_AT])
+        base = int(ints[L.O_RECENT]) + pd * RECENT_LENGTHS
+        ring = ints[base : base + RECENT_LENGTHS]
+        return ring[:n].copy() if n < RECENT_LENGTHS else np.roll(ring, -at)
+
+    def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """Legal moves per PD cluster now."""
+        legal = self._functions["site_legal"]
+        return tuple(legal(self._ints, pd) for pd in range(self._layout.n_pd))
+
+    # ------------------------------------------------------------------ snapshots
+
+    def snapshot(self) -> CompiledSnapshot:
+        """Copy the whole state."""
+        return CompiledSnapshot(
+            self.world, self._layout.sizes, self._ints.copy(), self._reals.copy(), self._requests.copy()
+        )
+
+    def restore(self, snapshot: CompiledSnapshot) -> None:
+        """Return to a snapshot."""
+        self.world = snapshot.world
+        self._use(Layout(snapshot.world.scenario, snapshot.sizes))
+        self._ints = snapshot.ints.copy()
+        self._reals = snapshot.reals.copy()
+        self._requests = snapshot.requests.copy()
+
+
+def request_rows(world: World) -> IntArray:
+    """P of a world before the start: the workload and empty records; one row more, so that it is never empty."""
+    table = world.requests
+    n = len(table)
+    rows = np.zeros((n + 1, L.W_P), dtype=np.int64)
+    rows[:n, L.P_ARRIVAL] = table.arrival_ns
+    rows[:n, L.P_INPUT] = table.input_tokens
+    rows[:n, L.P_OUTPUT] = table.output_tokens
+    rows[:n, L.P_PD] = world.pd_of
+    rows[:, L.P_PREFILL_START : L.P_FINISH + 1] = NEVER_NS
+    rows[:, L.P_PRFAAS] = -1
+    return rows
+
+
+def load_capacity(world: World, layout: Layout, ints: IntArray, reals: FloatArray) -> None:
+    """Write the capacity traces of a world into the arrays."""
+    changes = layout.sizes.changes
+    for k, trace in enumerate(world.links):
+        n = len(trace.time_ns)
+        at = layout.offsets[L.O_CAPACITY] + k * changes
+        ints[at : at + n] = trace.time_ns
+        at = layout.offsets[L.OF_CAPACITY] + k * changes
+        reals[at : at + n] = trace.capacity_bps
+        ints[layout.offsets[L.O_LINK] + k * L.W_LINK + L.K_CAP_N] = n
+        reals[layout.offsets[L.OF_LINK] + k * L.WF_LINK + L.KF_CAPACITY] = trace.capacity_bps[0]
+
+
+def moved(old: Layout, new: Layout, ints: IntArray, reals: FloatArray) -> tuple[IntArray, FloatArray]:
+    """The state in the arrays of a layout with larger capacities."""
+    out_ints, out_reals = new.start()
+    kept = np.arange(L.N_SCALARS)
+    fixed = [*new.offsets, L.HEAP_CAP, L.FLOW_CAP, L.CAP_CAP]
+    kept = kept[~np.isin(kept, fixed)]
+    out_ints[kept] = ints[kept]
+    for q, (start, _, _) in enumerate(old.trees):
+        # trees move as a whole; their offsets in the pool and site blocks are restored below
+        size = new.trees[q][1] - new.trees[q][0]
+        out_ints[new.trees[q][0] : new.trees[q][0] + 3 * size] = ints[start : start + 3 * size]
+    for name in old.offsets:
+        real = name in L.REAL_BLOCKS
+        source, target = (reals, out_reals) if real else (ints, out_ints)
+        sizes_old, sizes_new = old.block_sizes[name], new.block_sizes[name]
+        per_link = name in (L.O_FLOW, L.OF_FLOW, L.O_CAPACITY, L.OF_CAPACITY)
+        parts = old.n_link if per_link else 1
+        if parts == 0:
+            continue
+        a, b = sizes_old // parts, sizes_new // parts
+        for part in range(parts):
+            x, y = old.offsets[name] + part * a, new.offsets[name] + part * b
+            target[y : y + min(a, b)] = source[x : x + min(a, b)]
+    for q in range(old.n_prfaas + old.n_pd):
+        base = new.offsets[L.O_POOL] + q * L.W_POOL
+        out_ints[base + L.Q_IDLE_TREE], out_ints[base + L.Q_FREE_TREE], decode_tree = new.trees[q]
+        out_ints[base + L.Q_PROFILE] = new.profile_at[q]
+        if q >= old.n_prfaas:
+            out_ints[new.offsets[L.O_PD] + (q - old.n_prfaas) * L.W_PD + L.D_TREE] = decode_tree
+    return out_ints, out_reals

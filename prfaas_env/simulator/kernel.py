@@ -1,0 +1,1397 @@
+"""The compiled engine's event loop: plain functions over the arrays of `layout`, compiled by `jit`.
+
+It does what `simpy_engine` does, in the same order and with the same formulas; read that one first. Interpreted,
+these functions give the same results, only slowly.
+
+Arguments everywhere: `Z` whole numbers, `F` reals, `P` requests (see `layout`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from prfaas_env.decision import legal_moves, offload_by_margin, offload_by_threshold
+from prfaas_env.prediction import path_first_token_s
+from prfaas_env.simulator import layout as L
+from prfaas_env.simulator.events import (
+    ATTEMPT_BITS,
+    CLUSTER_BITS,
+    INSTANCE_BITS,
+    REQUEST_BITS,
+    Kind,
+    event_key,
+)
+from prfaas_env.simulator.formulas import (
+    BITS_PER_BYTE,
+    NEVER_NS,
+    NS_PER_S,
+    FloatArray,
+    IntArray,
+    fair_share,
+    flow_end_ns,
+    kv_transfer_bytes,
+    ns_from_s,
+    pipelined_cap_bps,
+    pipelined_open_ns,
+    prefill_s,
+    rdma_s,
+    sent_bits,
+    virtual_now,
+    virtual_ratio,
+    virtual_when,
+)
+from prfaas_env.telemetry import (
+    LINK_FIELDS,
+    LINK_INDEX,
+    N_BUCKETS,
+    N_DOOR_COLUMNS,
+    N_LINK_COLUMNS,
+    PD_FIELDS,
+    PD_INDEX,
+    PRFAAS_FIELDS,
+    RECENT_LENGTHS,
+    WINDOWS_S,
+    count_arrival,
+    count_finish,
+    count_first_token,
+    count_rejection,
+    decode_work_s,
+    door_fields,
+    link_advance,
+    link_fields,
+    margin_field,
+    ring_row,
+    ring_sums,
+    threshold_field,
+    within,
+)
+
+#: Positions inside the telemetry groups (each block of fields is declared in the order it is written here).
+PD_POOL_AT = PD_INDEX["prefill_queue_requests"]
+DECODE_QUEUE_AT = PD_INDEX["decode_queue_requests"]
+OUTPUT_MEAN_AT = PD_INDEX["output_tokens_mean"]
+DECODE_AT = PD_INDEX["decode_sequences"]
+CONVERTING_AT = PD_INDEX["converting_instances"]
+DECISION_AT = PD_INDEX["threshold_valid"]
+RETRANSMISSION_AT = LINK_INDEX["retransmission_share"]
+N_PD_FIELDS, N_PRFAAS_FIELDS, N_LINK_FIELDS = len(PD_FIELDS), len(PRFAAS_FIELDS), len(LINK_FIELDS)
+
+CAPACITY, PREFILL_END, FLOW_OPEN, FLOW_END, HANDOVER_END, DECODE, CONVERSION = (
+    int(Kind.CAPACITY),
+    int(Kind.PREFILL_END),
+    int(Kind.FLOW_OPEN),
+    int(Kind.FLOW_END),
+    int(Kind.HANDOVER_END),
+    int(Kind.DECODE),
+    int(Kind.CONVERSION),
+)
+PREFILL_ROLE, DECODE_ROLE = 0, 1
+ACTIVE, DRAINING, SWITCHING = 0, 1, 2
+OPEN, FINISHED, REJECTED = 1, 2, 3
+LOCAL_ROUTE, REMOTE_ROUTE = 1, 2
+MOVE_TO_DECODE, MOVE_NONE, MOVE_TO_PREFILL = 0, 1, 2
+#: Key of a tournament tree: sequences or slowness above, instance number below.
+TREE_SHIFT = 20
+FIRST, FINISH = 0, 1
+
+#: Why `run` came back: done, or an array is too small.
+RAN, GROW_HEAP, GROW_FLOWS = 0, 1, 2
+
+
+# ------------------------------------------------------------------ small structures
+
+
+def heap_push(Z: IntArray, time_ns: int, key: int) -> None:
+    """Add an event; the heap is ordered by (time, key)."""
+    base = Z[L.O_HEAP]
+    n = Z[L.HEAP_N]
+    Z[L.HEAP_N] = n + 1
+    while n > 0:
+        parent = (n - 1) >> 1
+        at = base + 2 * parent
+        t = Z[at]
+        if t < time_ns or (t == time_ns and Z[at + 1] <= key):
+            break
+        Z[base + 2 * n] = t
+        Z[base + 2 * n + 1] = Z[at + 1]
+        n = parent
+    Z[base + 2 * n] = time_ns
+    Z[base + 2 * n + 1] = key
+
+
+def heap_pop(Z: IntArray) -> int:
+    """Take out the first event; gives its key (its time is the present)."""
+    base = Z[L.O_HEAP]
+    top = Z[base + 1]
+    n = Z[L.HEAP_N] - 1
+    Z[L.HEAP_N] = n
+    time_ns = Z[base + 2 * n]
+    key = Z[base + 2 * n + 1]
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= n:
+            break
+        at = base + 2 * child
+        if child + 1 < n and (Z[at + 2] < Z[at] or (Z[at + 2] == Z[at] and Z[at + 3] < Z[at + 1])):
+            child += 1
+            at += 2
+        if time_ns < Z[at] or (time_ns == Z[at] and key <= Z[at + 1]):
+            break
+        Z[base + 2 * hole] = Z[at]
+        Z[base + 2 * hole + 1] = Z[at + 1]
+        hole = child
+    Z[base + 2 * hole] = time_ns
+    Z[base + 2 * hole + 1] = key
+    return top
+
+
+def tree_set(Z: IntArray, at: int, leaves: int, leaf: int, key: int) -> None:
+    """Set a leaf of a tournament tree and the minima above it; the least key is at `at + 1`."""
+    node = leaves + leaf
+    Z[at + node] = key
+    node >>= 1
+    while node >= 1:
+        left = Z[at + 2 * node]
+        right = Z[at + 2 * node + 1]
+        least = left if left < right else right
+        if Z[at + node] == least:
+            break
+        Z[at + node] = least
+        node >>= 1
+
+
+def integral_add(Z: IntArray, at: int, now: int, change: int) -> None:
+    """Change a count whose integral over time is kept (count, total, since)."""
+    Z[at + 1] += Z[at] * (now - Z[at + 2])
+    Z[at + 2] = now
+    Z[at] += change
+
+
+def integral_at(Z: IntArray, at: int, now: int) -> int:
+    """Integral of such a count up to now."""
+    return Z[at + 1] + Z[at] * (now - Z[at + 2])
+
+
+def mile_push(Z: IntArray, inst: int, target: int, what: int) -> None:
+    """Add a milestone (virtual time, request * 2 + FIRST or FINISH) to an instance's heap."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    n = Z[i + L.I_MILE_N]
+    Z[i + L.I_MILE_N] = n + 1
+    while n > 0:
+        parent = (n - 1) >> 1
+        at = base + 2 * parent
+        t = Z[at]
+        if t < target or (t == target and Z[at + 1] <= what):
+            break
+        Z[base + 2 * n] = t
+        Z[base + 2 * n + 1] = Z[at + 1]
+        n = parent
+    Z[base + 2 * n] = target
+    Z[base + 2 * n + 1] = what
+
+
+def mile_pop(Z: IntArray, inst: int) -> int:
+    """Take out the first milestone; gives what it is."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    top = Z[base + 1]
+    n = Z[i + L.I_MILE_N] - 1
+    Z[i + L.I_MILE_N] = n
+    target = Z[base + 2 * n]
+    what = Z[base + 2 * n + 1]
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= n:
+            break
+        at = base + 2 * child
+        if child + 1 < n and (Z[at + 2] < Z[at] or (Z[at + 2] == Z[at] and Z[at + 3] < Z[at + 1])):
+            child += 1
+            at += 2
+        if target < Z[at] or (target == Z[at] and what <= Z[at + 1]):
+            break
+        Z[base + 2 * hole] = Z[at]
+        Z[base + 2 * hole + 1] = Z[at + 1]
+        hole = child
+    Z[base + 2 * hole] = target
+    Z[base + 2 * hole + 1] = what
+    return top
+
+
+# ------------------------------------------------------------------ formulas on the arrays
+
+
+def transfer_bytes(Z: IntArray, tokens: int) -> int:
+    """Bytes of KV cache to send for `tokens` new tokens."""
+    n = Z[L.N_WINDOWS]
+    at = Z[L.O_WINDOWS]
+    return kv_transfer_bytes(Z[L.KV_FIXED], Z[L.KV_PER_TOKEN], Z[at : at + n], Z[at + n : at + 2 * n], tokens)
+
+
+def pool_prefill_s(Z: IntArray, F: FloatArray, q: int, new_tokens: int, cached_tokens: int) -> float:
+    """Prefill time on the hardware of pool q."""
+    at = Z[q + L.Q_PROFILE]
+    n = Z[q + L.Q_SEGMENTS]
+    return prefill_s(
+        F[at : at + n],
+        F[at + n : at + 2 * n],
+        F[at + 2 * n : at + 3 * n],
+        F[at + 3 * n : at + 4 * n],
+        new_tokens,
+        cached_tokens,
+    )
+
+
+def flow_remaining(Z: IntArray, F: FloatArray, k: int, position: int, now: int) -> float:
+    """Bits of a flow not yet sent (computed, not stored)."""
+    f = F_of_flow(Z, k, position)
+    elapsed = now - Z[Z[L.O_LINK] + k * L.W_LINK + L.K_SETTLED_NS]
+    return max(F[f + L.FLF_REMAINING] - sent_bits(F[f + L.FLF_RATE], elapsed), 0.0)
+
+
+def I_of_flow(Z: IntArray, k: int, position: int) -> int:
+    """Offset in Z of a flow of link k."""
+    return Z[L.O_FLOW] + (k * Z[L.FLOW_CAP] + position) * L.W_FLOW
+
+
+def F_of_flow(Z: IntArray, k: int, position: int) -> int:
+    """Offset in F of a flow of link k."""
+    return Z[L.OF_FLOW] + (k * Z[L.FLOW_CAP] + position) * L.WF_FLOW
+
+
+def unsent_bits(Z: IntArray, F: FloatArray, k: int, now: int) -> float:
+    """Bits of all open flows of link k not yet sent."""
+    total = 0.0
+    for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
+        total += flow_remaining(Z, F, k, position, now)
+    return total
+
+
+def meter_advance(Z: IntArray, F: FloatArray, k: int, time_ns: int) -> None:
+    """Account link k at its settled rate up to `time_ns`."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    if time_ns <= Z[link + L.K_ACCOUNTED_NS]:
+        return
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    link_advance(
+        Z,
+        Z[L.O_WIRE] + k * N_BUCKETS,
+        F,
+        Z[L.OF_WIRE] + k * N_BUCKETS * N_LINK_COLUMNS,
+        F,
+        real + L.KF_STATE,
+        Z[link + L.K_ACCOUNTED_NS],
+        time_ns,
+        F[real + L.KF_TOTAL_RATE],
+        Z[link + L.K_CONGESTED] != 0,
+        F[real + L.KF_NOMINAL],
+        F[L.PEAK_FROM_S],
+    )
+    Z[link + L.K_ACCOUNTED_NS] = time_ns
+
+
+def meter_advance_for_reading(Z: IntArray, F: FloatArray, k: int, now: int) -> None:
+    """Account up to the last whole second."""
+    meter_advance(Z, F, k, now // NS_PER_S * NS_PER_S)
+
+
+def door_row(Z: IntArray, F: FloatArray, pd: int, now: int) -> int:
+    """Row of the present second in the door ring of a PD cluster."""
+    return ring_row(
+        Z,
+        Z[L.O_DOOR] + pd * N_BUCKETS,
+        F,
+        Z[L.OF_DOOR] + pd * N_BUCKETS * N_DOOR_COLUMNS,
+        N_DOOR_COLUMNS,
+        now // NS_PER_S,
+    )
+
+
+# ------------------------------------------------------------------ routing
+
+
+def predict_s(Z: IntArray, F: FloatArray, pd: int, k: int, new_tokens: int, cached_tokens: int) -> float:
+    """Predicted first-token time over link k, or locally (k < 0), in seconds from now."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + pd * L.W_PD
+    real = Z[L.OF_PD] + pd * L.WF_PD
+    n_bytes = transfer_bytes(Z, new_tokens)
+    backlog_bits = 0.0
+    observed_bps = math.inf
+    if k < 0:
+        pool = Z[site + L.D_POOL]
+        latency_s = rdma_s(n_bytes, F[real + L.DF_RDMA_BPS], F[real + L.DF_RDMA_LATENCY_S])
+    else:
+        link = Z[L.O_LINK] + k * L.W_LINK
+        wire = Z[L.OF_LINK] + k * L.WF_LINK
+        pool = Z[link + L.K_POOL]
+        latency_s = F[wire + L.KF_LATENCY_S]
+        meter_advance_for_reading(Z, F, k, now)
+        backlog_bits = Z[link + L.K_PENDING_BITS] + unsent_bits(Z, F, k, now)
+        observed_bps = F[wire + L.KF_STATE]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    first_free_ns = 0
+    if Z[q + L.Q_IDLE] == 0 and Z[q + L.Q_ACTIVE] > 0:
+        first_free_ns = max(Z[Z[q + L.Q_FREE_TREE] + 1] - now, 0)
+    return path_first_token_s(
+        Z[q + L.Q_WORK_NS] / 1e9,
+        Z[q + L.Q_IDLE],
+        Z[q + L.Q_ACTIVE],
+        first_free_ns / 1e9,
+        backlog_bits,
+        observed_bps,
+        pool_prefill_s(Z, F, q, new_tokens, cached_tokens),
+        float(n_bytes * BITS_PER_BYTE),
+        latency_s,
+        Z[L.LAYERS],
+        F[real + L.DF_FIRST_STEP_S],
+    )
+
+
+def best_link(Z: IntArray, F: FloatArray, pd: int, new_tokens: int, cached_tokens: int) -> tuple[int, float]:
+    """(link with the earliest predicted finish, that prediction); the lowest on a tie."""
+    at = Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)
+    best = Z[at]
+    best_s = math.inf
+    for n in range(Z[Z[L.O_PD] + pd * L.W_PD + L.D_N_LINKS]):
+        k = Z[at + n]
+        predicted_s = predict_s(Z, F, pd, k, new_tokens, cached_tokens)
+        if predicted_s < best_s:
+            best = k
+            best_s = predicted_s
+    return best, best_s
+
+
+def route(Z: IntArray, F: FloatArray, pd: int, new_tokens: int, cached_tokens: int) -> int:
+    """Link to go over, or -1 for local prefill."""
+    site = Z[L.O_PD] + pd * L.W_PD
+    n_links = Z[site + L.D_N_LINKS]
+    if n_links == 0:
+        return -1
+    forced = Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] == 0
+    value = F[Z[L.OF_PD] + pd * L.WF_PD + L.DF_VALUE]
+    if Z[site + L.D_BY_MARGIN] == 0:
+        if not (forced or offload_by_threshold(new_tokens, value)):
+            return -1
+        if n_links == 1:
+            return Z[Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)]
+        return best_link(Z, F, pd, new_tokens, cached_tokens)[0]
+    k, remote_s = best_link(Z, F, pd, new_tokens, cached_tokens)
+    local_s = predict_s(Z, F, pd, -1, new_tokens, cached_tokens)
+    if forced or offload_by_margin(remote_s, local_s, value):
+        return k
+    return -1
+
+
+def refusal(Z: IntArray, pd: int, k: int, input_tokens: int) -> int:
+    """Counter of the reason for a rejection, or -1."""
+    site = Z[L.O_PD] + pd * L.W_PD
+    if Z[L.MAX_INPUT] >= 0 and input_tokens > Z[L.MAX_INPUT]:
+        return L.REJECT_OVER_LIMIT
+    if Z[site + L.D_KV_CAP] >= 0 and input_tokens + Z[site + L.D_KV_RESERVE] > Z[site + L.D_KV_CAP]:
+        return L.REJECT_KV
+    pool = Z[site + L.D_POOL] if k < 0 else Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
+    if Z[L.MAX_QUEUE] >= 0 and Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_LEN] >= Z[L.MAX_QUEUE]:
+        return L.REJECT_QUEUE
+    return -1
+
+
+def arrive(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
+    """A request at the door: route it, refuse it or queue it."""
+    now = Z[L.NOW]
+    pd = P[r, L.P_PD]
+    input_tokens = P[r, L.P_INPUT]
+    cached_tokens = 0  # no prefix pool in this world
+    incremental = input_tokens - cached_tokens
+    Z[L.ARRIVED] += 1
+    P[r, L.P_INCREMENTAL] = incremental
+    k = route(Z, F, pd, incremental, cached_tokens)
+    reason = refusal(Z, pd, k, input_tokens)
+    row = door_row(Z, F, pd, now)
+    if reason >= 0:
+        Z[reason] += 1
+        P[r, L.P_STATUS] = REJECTED
+        Z[L.UNRESOLVED] -= 1
+        count_rejection(F, row)
+        return
+    P[r, L.P_STATUS] = OPEN
+    count_arrival(F, row, incremental, input_tokens)
+    site = Z[L.O_PD] + pd * L.W_PD
+    recent = Z[site + L.D_RECENT_AT]
+    Z[Z[L.O_RECENT] + pd * RECENT_LENGTHS + recent] = incremental
+    Z[site + L.D_RECENT_AT] = (recent + 1) % RECENT_LENGTHS
+    Z[site + L.D_RECENT_N] = min(Z[site + L.D_RECENT_N] + 1, RECENT_LENGTHS)
+    integral_add(Z, L.WAITING, now, 1)
+    P[r, L.P_ROUTE] = REMOTE_ROUTE if k >= 0 else LOCAL_ROUTE
+    if k >= 0:
+        Z[L.REMOTE] += 1
+        P[r, L.P_PRFAAS] = Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
+    start_attempt(Z, F, P, r, 1, incremental, cached_tokens, P[r, L.P_OUTPUT], k)
+
+
+def start_attempt(
+    Z: IntArray,
+    F: FloatArray,
+    P: IntArray,
+    r: int,
+    number: int,
+    new_tokens: int,
+    cached_tokens: int,
+    remaining_tokens: int,
+    k: int,
+) -> None:
+    """Queue one try of a request for prefill over link k or locally (k < 0)."""
+    pd = P[r, L.P_PD]
+    pool = Z[Z[L.O_PD] + pd * L.W_PD + L.D_POOL] if k < 0 else Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    work_ns = ns_from_s(pool_prefill_s(Z, F, q, new_tokens, cached_tokens))
+    n_bytes = transfer_bytes(Z, new_tokens)
+    P[r, L.P_ATTEMPTS] = number
+    P[r, L.P_WORK_NS] = work_ns
+    P[r, L.P_BYTES] = n_bytes
+    P[r, L.P_NEW] = new_tokens
+    P[r, L.P_CONTEXT] = cached_tokens + new_tokens
+    P[r, L.P_REMAINING] = remaining_tokens
+    P[r, L.P_QUEUED] = Z[L.NOW]
+    P[r, L.P_LINK] = k
+    if k >= 0:
+        Z[Z[L.O_LINK] + k * L.W_LINK + L.K_PENDING_BITS] += n_bytes * BITS_PER_BYTE
+    P[r, L.P_NEXT] = -1
+    if Z[q + L.Q_LEN] == 0:
+        Z[q + L.Q_HEAD] = r
+    else:
+        P[Z[q + L.Q_TAIL], L.P_NEXT] = r
+    Z[q + L.Q_TAIL] = r
+    Z[q + L.Q_LEN] += 1
+    Z[q + L.Q_WORK_NS] += work_ns
+    Z[q + L.Q_TOKENS] += new_tokens
+
+
+# ------------------------------------------------------------------ prefill and link
+
+
+def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
+    """Bring the trees of an instance's pool up to date with its role, phase and work."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    leaf = inst - Z[q + L.Q_FIRST]
+    leaves = Z[q + L.Q_LEAVES]
+    idle_key = L.NO_KEY
+    free_key = L.NO_KEY
+    if Z[i + L.I_ROLE] == PREFILL_ROLE and Z[i + L.I_PHASE] == ACTIVE:
+        if Z[i + L.I_RUNNING] >= 0:
+            free_key = Z[i + L.I_END_NS]
+        else:
+            slow = 1 if F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] < 1.0 else 0
+            idle_key = (slow << TREE_SHIFT) + leaf
+    at = Z[q + L.Q_IDLE_TREE]
+    if Z[at + leaves + leaf] != idle_key:
+        Z[q + L.Q_IDLE] += 1 if Z[at + leaves + leaf] == L.NO_KEY else 0
+        Z[q + L.Q_IDLE] -= 1 if idle_key == L.NO_KEY else 0
+        tree_set(Z, at, leaves, leaf, idle_key)
+    at = Z[q + L.Q_FREE_TREE]
+    if Z[at + leaves + leaf] != free_key:
+        tree_set(Z, at, leaves, leaf, free_key)
+
+
+def set_decode_state(Z: IntArray, inst: int) -> None:
+    """Bring the decode tree up to date: active decode instances with a free slot, by sequences, then number."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    site = Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD
+    leaf = inst - Z[q + L.Q_FIRST]
+    key = L.NO_KEY
+    n = Z[i + L.I_SEQUENCES]
+    if Z[i + L.I_ROLE] == DECODE_ROLE and Z[i + L.I_PHASE] == ACTIVE and n < Z[site + L.D_SLOTS_EACH]:
+        key = (n << TREE_SHIFT) + leaf
+    tree_set(Z, Z[site + L.D_TREE], Z[q + L.Q_LEAVES], leaf, key)
+
+
+def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None:
+    """Give the heads of the queue to idle instances: the fastest, then the lowest number."""
+    now = Z[L.NOW]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    while Z[q + L.Q_LEN] > 0 and Z[q + L.Q_IDLE] > 0:
+        leaf = Z[Z[q + L.Q_IDLE_TREE] + 1] & ((1 << TREE_SHIFT) - 1)
+        inst = Z[q + L.Q_FIRST] + leaf
+        r = Z[q + L.Q_HEAD]
+        Z[q + L.Q_HEAD] = P[r, L.P_NEXT]
+        Z[q + L.Q_LEN] -= 1
+        Z[q + L.Q_WORK_NS] -= P[r, L.P_WORK_NS]
+        Z[q + L.Q_TOKENS] -= P[r, L.P_NEW]
+        duration_ns = P[r, L.P_WORK_NS]
+        speed = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED]
+        if speed < 1.0:
+            duration_ns = round(duration_ns / speed)
+        end_ns = now + duration_ns
+        P[r, L.P_STARTED] = now
+        P[r, L.P_END] = end_ns
+        i = Z[L.O_INST] + inst * L.W_INST
+        Z[i + L.I_RUNNING] = r
+        Z[i + L.I_END_NS] = end_ns
+        set_prefill_state(Z, F, inst)
+        integral_add(Z, q + L.Q_BUSY, now, 1)
+        if P[r, L.P_FIRST] == NEVER_NS:
+            P[r, L.P_PREFILL_START] = now
+            P[r, L.P_PREFILL_END] = end_ns
+            P[r, L.P_SERVICE] = duration_ns
+        k = P[r, L.P_LINK]
+        attempt = P[r, L.P_ATTEMPTS]
+        if k >= 0:
+            P[r, L.P_SENT_BYTES] += P[r, L.P_BYTES]
+            if Z[L.LAYERS] > 1:
+                open_ns = now + pipelined_open_ns(duration_ns, Z[L.LAYERS])
+                heap_push(Z, open_ns, event_key(FLOW_OPEN, k, 0, r, attempt))
+        heap_push(Z, end_ns, event_key(PREFILL_END, pool, leaf, r, attempt))
+
+
+def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, r: int) -> None:
+    """A prefill is done: its instance is free, its cache is wholly there."""
+    now = Z[L.NOW]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    inst = Z[q + L.Q_FIRST] + leaf
+    i = Z[L.O_INST] + inst * L.W_INST
+    integral_add(Z, q + L.Q_BUSY, now, -1)
+    Z[i + L.I_RUNNING] = -1
+    if Z[i + L.I_PHASE] == DRAINING:
+        begin_switch(Z, F, inst)
+    else:
+        set_prefill_state(Z, F, inst)
+    k = P[r, L.P_LINK]
+    if k < 0:
+        real = Z[L.OF_PD] + P[r, L.P_PD] * L.WF_PD
+        handover_ns = ns_from_s(
+            rdma_s(P[r, L.P_BYTES], F[real + L.DF_RDMA_BPS], F[real + L.DF_RDMA_LATENCY_S])
+        )
+        push_handover(Z, P, r, now + handover_ns)
+    elif Z[L.LAYERS] == 1:
+        open_flow(Z, F, P, k, r)
+    else:
+        link = Z[L.O_LINK] + k * L.W_LINK
+        for position in range(Z[link + L.K_FLOWS] - 1, -1, -1):
+            if Z[I_of_flow(Z, k, position) + L.FL_REQUEST] == r:
+                f = F_of_flow(Z, k, position)
+                F[f + L.FLF_CAP] = F[f + L.FLF_OWN]
+                Z[link + L.K_DIRTY] = 1
+                break
+
+
+def push_handover(Z: IntArray, P: IntArray, r: int, at_ns: int) -> None:
+    """The cache of request r is at the decode side at `at_ns`."""
+    cluster = Z[L.N_PRFAAS] + P[r, L.P_PD]
+    heap_push(Z, at_ns, event_key(HANDOVER_END, cluster, 0, r, P[r, L.P_ATTEMPTS]))
+
+
+def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
+    """Add the flow of request r to link k; it gets a rate when the instant is settled."""
+    now = Z[L.NOW]
+    link = Z[L.O_LINK] + k * L.W_LINK
+    position = Z[link + L.K_FLOWS]
+    Z[link + L.K_FLOWS] = position + 1
+    i = I_of_flow(Z, k, position)
+    f = F_of_flow(Z, k, position)
+    bits_whole = P[r, L.P_BYTES] * BITS_PER_BYTE
+    bits = float(bits_whole)
+    until_ns = P[r, L.P_END]
+    prefill_ns = until_ns - P[r, L.P_STARTED]
+    own_bps = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_FLOW_CAP]
+    produce_bps = pipelined_cap_bps(bits, prefill_ns) if prefill_ns > 0 else math.inf
+    Z[i + L.FL_REQUEST] = r
+    Z[i + L.FL_ATTEMPT] = P[r, L.P_ATTEMPTS]
+    Z[i + L.FL_OPENED] = now
+    Z[i + L.FL_UNTIL] = until_ns
+    Z[i + L.FL_END] = NEVER_NS
+    F[f + L.FLF_BITS] = bits
+    F[f + L.FLF_REMAINING] = bits
+    F[f + L.FLF_RATE] = 0.0
+    F[f + L.FLF_OWN] = own_bps
+    F[f + L.FLF_PRODUCE] = produce_bps
+    F[f + L.FLF_CAP] = min(own_bps, produce_bps) if now < until_ns else own_bps
+    Z[link + L.K_PENDING_BITS] -= bits_whole
+    Z[link + L.K_DIRTY] = 1
+
+
+def settle_link(Z: IntArray, F: FloatArray, k: int) -> None:
+    """Store progress up to now, share the capacity anew (max-min), find the next end."""
+    now = Z[L.NOW]
+    link = Z[L.O_LINK] + k * L.W_LINK
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    n = Z[link + L.K_FLOWS]
+    if now > Z[link + L.K_SETTLED_NS]:
+        for position in range(n):
+            F[F_of_flow(Z, k, position) + L.FLF_REMAINING] = flow_remaining(Z, F, k, position, now)
+        meter_advance(Z, F, k, now)
+        Z[link + L.K_SETTLED_NS] = now
+    # order by rising cap, ties in order of opening
+    first = I_of_flow(Z, k, 0)
+    reals = F_of_flow(Z, k, 0)
+    for position in range(n):
+        cap = F[reals + position * L.WF_FLOW + L.FLF_CAP]
+        at = position
+        while at > 0:
+            other = Z[first + (at - 1) * L.W_FLOW + L.FL_ORDER]
+            if F[reals + other * L.WF_FLOW + L.FLF_CAP] <= cap:
+                break
+            Z[first + at * L.W_FLOW + L.FL_ORDER] = other
+            at -= 1
+        Z[first + at * L.W_FLOW + L.FL_ORDER] = position
+    left_bps = F[real + L.KF_CAPACITY]
+    limited = 0
+    for n_done in range(n):
+        position = Z[first + n_done * L.W_FLOW + L.FL_ORDER]
+        f = reals + position * L.WF_FLOW
+        share_bps, is_limited = fair_share(left_bps, n - n_done, F[f + L.FLF_CAP])
+        F[f + L.FLF_RATE] = share_bps
+        if is_limited:
+            limited = 1
+        left_bps = max(left_bps - share_bps, 0.0)
+    total = 0.0
+    next_end = NEVER_NS
+    for position in range(n):
+        f = reals + position * L.WF_FLOW
+        end_ns = flow_end_ns(now, F[f + L.FLF_REMAINING], F[f + L.FLF_RATE])
+        Z[first + position * L.W_FLOW + L.FL_END] = end_ns
+        next_end = min(next_end, end_ns)
+        total += F[f + L.FLF_RATE]
+    F[real + L.KF_TOTAL_RATE] = total
+    Z[link + L.K_CONGESTED] = limited
+    Z[link + L.K_DIRTY] = 0
+    Z[link + L.K_NEXT_END] = next_end
+    if next_end < Z[link + L.K_SCHED_NS]:
+        Z[link + L.K_SCHED_NS] = next_end
+        heap_push(Z, next_end, event_key(FLOW_END, k, 0, 0, 0))
+
+
+def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
+    """Take out the flows that end now, in order of request; a wake-up that came too early is set anew."""
+    now = Z[L.NOW]
+    link = Z[L.O_LINK] + k * L.W_LINK
+    if Z[link + L.K_SCHED_NS] == now:
+        Z[link + L.K_SCHED_NS] = NEVER_NS
+    next_end = Z[link + L.K_NEXT_END]
+    if next_end != now:
+        if next_end < Z[link + L.K_SCHED_NS]:
+            Z[link + L.K_SCHED_NS] = next_end
+            heap_push(Z, next_end, event_key(FLOW_END, k, 0, 0, 0))
+        return
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    latency_ns = ns_from_s(F[real + L.KF_LATENCY_S])
+    while True:
+        best = -1
+        for position in range(Z[link + L.K_FLOWS]):
+            i = I_of_flow(Z, k, position)
+            if Z[i + L.FL_END] == now and (
+                best < 0 or Z[i + L.FL_REQUEST] < Z[I_of_flow(Z, k, best) + L.FL_REQUEST]
+            ):
+                best = position
+        if best < 0:
+            break
+        r = Z[I_of_flow(Z, k, best) + L.FL_REQUEST]
+        F[real + L.KF_COMPLETED] += F[F_of_flow(Z, k, best) + L.FLF_BITS]
+        remove_flow(Z, F, k, best)
+        push_handover(Z, P, r, now + latency_ns)
+    Z[link + L.K_NEXT_END] = NEVER_NS
+    Z[link + L.K_DIRTY] = 1
+
+
+def remove_flow(Z: IntArray, F: FloatArray, k: int, position: int) -> None:
+    """Take a flow out, the others keep their order."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    n = Z[link + L.K_FLOWS] - 1
+    Z[link + L.K_FLOWS] = n
+    i, f = I_of_flow(Z, k, position), F_of_flow(Z, k, position)
+    for at in range(i, i + (n - position) * L.W_FLOW):
+        Z[at] = Z[at + L.W_FLOW]
+    for at in range(f, f + (n - position) * L.WF_FLOW):
+        F[at] = F[at + L.WF_FLOW]
+
+
+def capacity_changes(Z: IntArray, F: FloatArray, k: int) -> None:
+    """The next value of the capacity trace of link k."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    at = Z[link + L.K_CAP_AT]
+    F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_CAPACITY] = F[Z[L.OF_CAPACITY] + k * Z[L.CAP_CAP] + at]
+    Z[link + L.K_DIRTY] = 1
+    Z[link + L.K_CAP_AT] = at + 1
+    push_capacity(Z, k)
+
+
+def push_capacity(Z: IntArray, k: int) -> None:
+    """Schedule the next capacity change of link k."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    at = Z[link + L.K_CAP_AT]
+    if at < Z[link + L.K_CAP_N]:
+        heap_push(Z, Z[Z[L.O_CAPACITY] + k * Z[L.CAP_CAP] + at], event_key(CAPACITY, k, 0, 0, 0))
+
+
+# ------------------------------------------------------------------ decode
+
+
+def mark_dirty(Z: IntArray, inst: int) -> None:
+    """The batch of an instance changed: fix its step when the instant is settled."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    if Z[i + L.I_DIRTY] == 0:
+        Z[i + L.I_DIRTY] = 1
+        n = Z[L.N_DIRTY]
+        Z[Z[L.O_DIRTY] + n] = inst
+        Z[L.N_DIRTY] = n + 1
+
+
+def join_decode_queue(Z: IntArray, P: IntArray, r: int) -> None:
+    """The cache of request r has arrived."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + P[r, L.P_PD] * L.W_PD
+    if P[r, L.P_FIRST] == NEVER_NS:
+        P[r, L.P_TRANSFER_END] = now
+    P[r, L.P_QUEUED] = now
+    P[r, L.P_NEXT] = -1
+    if Z[site + L.D_LEN] == 0:
+        Z[site + L.D_HEAD] = r
+    else:
+        P[Z[site + L.D_TAIL], L.P_NEXT] = r
+    Z[site + L.D_TAIL] = r
+    Z[site + L.D_LEN] += 1
+    Z[site + L.D_TOKENS] += P[r, L.P_CONTEXT]
+
+
+def place_for(Z: IntArray, site: int, kv_tokens: int) -> int:
+    """Decode instance with the fewest sequences, then lowest number, that has a slot and room; -1 if none."""
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    first = Z[q + L.Q_FIRST]
+    capacity = Z[site + L.D_KV_CAP]
+    if capacity < 0:
+        key = Z[Z[site + L.D_TREE] + 1]
+        return -1 if key == L.NO_KEY else first + (key & ((1 << TREE_SHIFT) - 1))
+    best = -1
+    fewest = 0
+    for inst in range(first, first + Z[q + L.Q_N]):
+        i = Z[L.O_INST] + inst * L.W_INST
+        if Z[i + L.I_ROLE] != DECODE_ROLE or Z[i + L.I_PHASE] != ACTIVE:
+            continue
+        n = Z[i + L.I_SEQUENCES]
+        room = n < Z[site + L.D_SLOTS_EACH] and Z[i + L.I_KV] + kv_tokens <= capacity
+        if room and (best < 0 or n < fewest):
+            best = inst
+            fewest = n
+    return best
+
+
+def dispatch_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int) -> None:
+    """Admit the heads of the decode queue; the head blocks."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + pd * L.W_PD
+    while Z[site + L.D_LEN] > 0:
+        r = Z[site + L.D_HEAD]
+        kv_tokens = P[r, L.P_CONTEXT] + Z[site + L.D_KV_RESERVE]
+        inst = place_for(Z, site, kv_tokens)
+        if inst < 0:
+            return
+        Z[site + L.D_HEAD] = P[r, L.P_NEXT]
+        Z[site + L.D_LEN] -= 1
+        Z[site + L.D_TOKENS] -= P[r, L.P_CONTEXT]
+        i = Z[L.O_INST] + inst * L.W_INST
+        u = virtual_now(
+            Z[i + L.I_ANCHOR_U],
+            Z[i + L.I_ANCHOR_NS],
+            F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+            now,
+        )
+        P[r, L.P_JOINED_U] = u
+        Z[i + L.I_SEQUENCES] += 1
+        Z[i + L.I_KV] += kv_tokens
+        Z[i + L.I_CONTEXT] += P[r, L.P_CONTEXT]
+        Z[i + L.I_SUM_U] += u
+        set_decode_state(Z, inst)
+        token_u = Z[site + L.D_TOKEN_U]
+        if P[r, L.P_FIRST] == NEVER_NS:
+            P[r, L.P_JOIN] = now
+            mile_push(Z, inst, u + token_u, 2 * r + FIRST)
+        mile_push(Z, inst, u + P[r, L.P_REMAINING] * token_u, 2 * r + FINISH)
+        mark_dirty(Z, inst)
+        integral_add(Z, site + L.D_SEQ, now, 1)
+
+
+def leave_batch(Z: IntArray, P: IntArray, site: int, inst: int, r: int) -> None:
+    """Take a sequence out of an instance."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    Z[i + L.I_SEQUENCES] -= 1
+    Z[i + L.I_KV] -= P[r, L.P_CONTEXT] + Z[site + L.D_KV_RESERVE]
+    Z[i + L.I_CONTEXT] -= P[r, L.P_CONTEXT]
+    Z[i + L.I_SUM_U] -= P[r, L.P_JOINED_U]
+    set_decode_state(Z, inst)
+    mark_dirty(Z, inst)
+    integral_add(Z, site + L.D_SEQ, Z[L.NOW], -1)
+
+
+def settle_batch(Z: IntArray, F: FloatArray, inst: int) -> None:
+    """Fix the step for the present batch and wake for the next milestone."""
+    now = Z[L.NOW]
+    i = Z[L.O_INST] + inst * L.W_INST
+    real = Z[L.OF_INST] + inst * L.WF_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    pd = Z[q + L.Q_PD]
+    token_u = Z[Z[L.O_PD] + pd * L.W_PD + L.D_TOKEN_U]
+    profile = Z[L.OF_PD] + pd * L.WF_PD
+    u = virtual_now(Z[i + L.I_ANCHOR_U], Z[i + L.I_ANCHOR_NS], F[real + L.IF_RATIO], now)
+    Z[i + L.I_ANCHOR_NS] = now
+    Z[i + L.I_ANCHOR_U] = u
+    batch = Z[i + L.I_SEQUENCES]
+    generated = (batch * u - Z[i + L.I_SUM_U]) // token_u
+    F[real + L.IF_RATIO] = virtual_ratio(
+        token_u,
+        F[profile + L.DF_A_S],
+        F[profile + L.DF_B_S],
+        F[profile + L.DF_C_S],
+        batch,
+        Z[i + L.I_CONTEXT] + generated,
+        F[real + L.IF_SPEED],
+    )
+    Z[i + L.I_DIRTY] = 0
+    wake_decode(Z, F, inst)
+
+
+def wake_decode(Z: IntArray, F: FloatArray, inst: int) -> None:
+    """Schedule the next milestone of an instance unless an event at or before it is already there."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    next_ns = NEVER_NS
+    if Z[i + L.I_MILE_N] > 0:
+        next_ns = virtual_when(
+            Z[i + L.I_ANCHOR_U],
+            Z[i + L.I_ANCHOR_NS],
+            F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+            Z[Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE],
+        )
+    Z[i + L.I_NEXT_NS] = next_ns
+    push_decode(Z, inst)
+
+
+def push_decode(Z: IntArray, inst: int) -> None:
+    """Put the next milestone into the heap unless an event at or before it is already there."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    if Z[i + L.I_NEXT_NS] < Z[i + L.I_SCHED_NS]:
+        Z[i + L.I_SCHED_NS] = Z[i + L.I_NEXT_NS]
+        pool = Z[i + L.I_POOL]
+        leaf = inst - Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST]
+        heap_push(Z, Z[i + L.I_NEXT_NS], event_key(DECODE, pool, leaf, 0, 0))
+
+
+def decode_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) -> None:
+    """First tokens and finishes due now on one instance, in order of request."""
+    now = Z[L.NOW]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    inst = Z[q + L.Q_FIRST] + leaf
+    i = Z[L.O_INST] + inst * L.W_INST
+    if Z[i + L.I_SCHED_NS] == now:
+        Z[i + L.I_SCHED_NS] = NEVER_NS
+    if Z[i + L.I_NEXT_NS] != now:
+        push_decode(Z, inst)
+        return
+    pd = Z[q + L.Q_PD]
+    site = Z[L.O_PD] + pd * L.W_PD
+    anchor_u, anchor_ns = Z[i + L.I_ANCHOR_U], Z[i + L.I_ANCHOR_NS]
+    ratio = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO]
+    u = virtual_now(anchor_u, anchor_ns, ratio, now)
+    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    while Z[i + L.I_MILE_N] > 0 and (
+        Z[base] <= u or virtual_when(anchor_u, anchor_ns, ratio, Z[base]) <= now
+    ):
+        what = mile_pop(Z, inst)
+        r = what >> 1
+        if what & 1 == FIRST:
+            first_token(Z, F, P, pd, r)
+        else:
+            leave_batch(Z, P, site, inst, r)
+            finish(Z, F, P, pd, r)
+    if Z[i + L.I_SEQUENCES] == 0 and Z[i + L.I_PHASE] == DRAINING:
+        begin_switch(Z, F, inst)
+    if Z[i + L.I_DIRTY] == 0:
+        wake_decode(Z, F, inst)
+    else:
+        Z[i + L.I_NEXT_NS] = NEVER_NS
+
+
+def in_time(value_s: float, objective_s: float, has_objective: int) -> bool:
+    """Whether a time meets an objective; one that is not set is met."""
+    return has_objective == 0 or within(objective_s, value_s)
+
+
+def first_token(Z: IntArray, F: FloatArray, P: IntArray, pd: int, r: int) -> None:
+    """The first token of request r is out."""
+    now = Z[L.NOW]
+    P[r, L.P_FIRST] = now
+    Z[L.FIRST_TOKENS] += 1
+    integral_add(Z, L.WAITING, now, -1)
+    ttft_s = (now - P[r, L.P_ARRIVAL]) / 1e9
+    count_first_token(F, door_row(Z, F, pd, now), in_time(ttft_s, F[L.TTFT_SLO_S], Z[L.HAS_TTFT]))
+
+
+def finish(Z: IntArray, F: FloatArray, P: IntArray, pd: int, r: int) -> None:
+    """Request r is finished."""
+    now = Z[L.NOW]
+    P[r, L.P_FINISH] = now
+    P[r, L.P_STATUS] = FINISHED
+    Z[L.FINISHED] += 1
+    Z[L.UNRESOLVED] -= 1
+    tokens = P[r, L.P_OUTPUT]
+    first_ns = P[r, L.P_FIRST]
+    tpot_s = 0.0
+    if tokens > 1:
+        tpot_s = (now - first_ns) / 1e9 / (tokens - 1)
+    ttft_s = (first_ns - P[r, L.P_ARRIVAL]) / 1e9
+    tpot_ok = in_time(tpot_s, F[L.TPOT_SLO_S], Z[L.HAS_TPOT])
+    count_finish(F, door_row(Z, F, pd, now), tokens, tpot_ok)
+    if tpot_ok and in_time(ttft_s, F[L.TTFT_SLO_S], Z[L.HAS_TTFT]):
+        Z[L.GOOD] += 1
+
+
+# ------------------------------------------------------------------ conversions
+
+
+def site_legal(Z: IntArray, pd: int) -> tuple[bool, bool, bool]:
+    """Legal moves of a PD cluster now."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + pd * L.W_PD
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    return legal_moves(
+        now > 0 and now % Z[L.CONVERSION_NS] == 0,
+        Z[site + L.D_CONVERTING],
+        Z[q + L.Q_ACTIVE],
+        Z[site + L.D_ACTIVE],
+        Z[site + L.D_PREFILL_FLOOR],
+        Z[site + L.D_MIN_DECODE],
+        Z[q + L.Q_LEN],
+    )
+
+
+def apply_decision(
+    Z: IntArray, F: FloatArray, pd: int, by_margin: int, value: float, move: int, abundant: int
+) -> None:
+    """Put the decision for one PD cluster in force."""
+    site = Z[L.O_PD] + pd * L.W_PD
+    Z[site + L.D_BY_MARGIN] = by_margin
+    Z[site + L.D_ABUNDANT] = abundant
+    F[Z[L.OF_PD] + pd * L.WF_PD + L.DF_VALUE] = value
+    if move == MOVE_NONE:
+        return
+    to_decode, _, to_prefill = site_legal(Z, pd)
+    if not (to_decode if move == MOVE_TO_DECODE else to_prefill):
+        Z[L.INVALID_MOVES] += 1
+        return
+    inst = conversion_source(Z, site, move)
+    if inst >= 0:
+        order_conversion(Z, F, pd, inst, move)
+
+
+def conversion_source(Z: IntArray, site: int, move: int) -> int:
+    """Prefill to decode: idle first, then earliest to finish; decode to prefill: fewest sequences; then number."""
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    role = PREFILL_ROLE if move == MOVE_TO_DECODE else DECODE_ROLE
+    best = -1
+    best_key = NEVER_NS
+    for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
+        i = Z[L.O_INST] + inst * L.W_INST
+        if Z[i + L.I_ROLE] != role or Z[i + L.I_PHASE] != ACTIVE:
+            continue
+        if role == DECODE_ROLE:
+            key = Z[i + L.I_SEQUENCES]
+        else:
+            key = Z[i + L.I_END_NS] if Z[i + L.I_RUNNING] >= 0 else -1
+        if key < best_key:
+            best = inst
+            best_key = key
+    return best
+
+
+def order_conversion(Z: IntArray, F: FloatArray, pd: int, inst: int, move: int) -> None:
+    """Drain an instance towards the other role."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + pd * L.W_PD
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    i = Z[L.O_INST] + inst * L.W_INST
+    Z[L.CONVERSIONS] += 1
+    Z[site + L.D_CONVERTING] += 1
+    Z[site + L.D_CONVERTED_NS] = now
+    Z[i + L.I_PHASE] = DRAINING
+    if move == MOVE_TO_DECODE:
+        Z[q + L.Q_ACTIVE] -= 1
+        Z[i + L.I_CONVERT_TO] = DECODE_ROLE
+        set_prefill_state(Z, F, inst)
+    else:
+        Z[site + L.D_ACTIVE] -= 1
+        Z[i + L.I_CONVERT_TO] = PREFILL_ROLE
+        set_decode_state(Z, inst)
+    if Z[i + L.I_RUNNING] < 0 and Z[i + L.I_SEQUENCES] == 0:
+        begin_switch(Z, F, inst)
+    elif move == MOVE_TO_PREFILL:
+        Z[i + L.I_LIMIT_NS] = now + Z[L.DRAIN_NS]
+        push_conversion(Z, inst, Z[i + L.I_LIMIT_NS])
+
+
+def push_conversion(Z: IntArray, inst: int, at_ns: int) -> None:
+    """Something about the conversion of an instance happens at `at_ns`."""
+    pool = Z[Z[L.O_INST] + inst * L.W_INST + L.I_POOL]
+    leaf = inst - Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST]
+    heap_push(Z, at_ns, event_key(CONVERSION, pool, leaf, 0, 0))
+
+
+def count_role(Z: IntArray, inst: int, change: int) -> None:
+    """Account an instance that leaves (-1) or joins (1) its role."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    if Z[i + L.I_ROLE] == PREFILL_ROLE:
+        integral_add(Z, q + L.Q_IN_ROLE, Z[L.NOW], change)
+    else:
+        site = Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD
+        integral_add(Z, site + L.D_SLOTS, Z[L.NOW], change * Z[site + L.D_SLOTS_EACH])
+
+
+def begin_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
+    """An instance has drained: switch."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    Z[i + L.I_PHASE] = SWITCHING
+    F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = 1.0
+    Z[i + L.I_WARM_UNTIL_NS] = -1
+    Z[i + L.I_LIMIT_NS] = -1
+    count_role(Z, inst, -1)
+    set_prefill_state(Z, F, inst)
+    Z[i + L.I_SWITCH_END_NS] = Z[L.NOW] + Z[L.SWITCH_NS]
+    push_conversion(Z, inst, Z[i + L.I_SWITCH_END_NS])
+
+
+def conversion_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) -> None:
+    """Drain limit, end of the switch, or end of the warm-up of an instance, whichever is due."""
+    now = Z[L.NOW]
+    inst = Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST] + leaf
+    i = Z[L.O_INST] + inst * L.W_INST
+    if Z[i + L.I_WARM_UNTIL_NS] == now:
+        Z[i + L.I_WARM_UNTIL_NS] = -1
+        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = 1.0
+        set_prefill_state(Z, F, inst)
+        mark_dirty(Z, inst)
+    if Z[i + L.I_LIMIT_NS] == now and Z[i + L.I_PHASE] == DRAINING:
+        evict(Z, F, P, inst)
+        begin_switch(Z, F, inst)
+    elif Z[i + L.I_SWITCH_END_NS] == now and Z[i + L.I_PHASE] == SWITCHING:
+        end_switch(Z, F, inst)
+
+
+def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
+    """An instance joins its new role, warming up if the scenario says so."""
+    i = Z[L.O_INST] + inst * L.W_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    site = Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD
+    Z[i + L.I_SWITCH_END_NS] = -1
+    Z[i + L.I_ROLE] = Z[i + L.I_CONVERT_TO]
+    Z[i + L.I_CONVERT_TO] = -1
+    Z[i + L.I_PHASE] = ACTIVE
+    Z[site + L.D_CONVERTING] -= 1
+    count_role(Z, inst, 1)
+    if Z[L.WARMUP_NS] > 0:
+        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = F[L.WARMUP_SPEED]
+        Z[i + L.I_WARM_UNTIL_NS] = Z[L.NOW] + Z[L.WARMUP_NS]
+        push_conversion(Z, inst, Z[i + L.I_WARM_UNTIL_NS])
+    if Z[i + L.I_ROLE] == PREFILL_ROLE:
+        Z[q + L.Q_ACTIVE] += 1
+        set_prefill_state(Z, F, inst)
+    else:
+        Z[site + L.D_ACTIVE] += 1
+        set_decode_state(Z, inst)
+
+
+def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
+    """Drain limit reached: what still decodes here is prefilled again, prompt and produced tokens."""
+    now = Z[L.NOW]
+    i = Z[L.O_INST] + inst * L.W_INST
+    q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
+    pd = Z[q + L.Q_PD]
+    site = Z[L.O_PD] + pd * L.W_PD
+    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    u = virtual_now(
+        Z[i + L.I_ANCHOR_U],
+        Z[i + L.I_ANCHOR_NS],
+        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+        now,
+    )
+    last = -1
+    while True:
+        # the next request in rising order among the finishes that were to come
+        r = -1
+        for n in range(Z[i + L.I_MILE_N]):
+            what = Z[base + L.W_MILE * n + L.M_WHAT]
+            if what & 1 == FINISH and what >> 1 > last and (r < 0 or what >> 1 < r):
+                r = what >> 1
+        if r < 0:
+            break
+        last = r
+        token_u = Z[site + L.D_TOKEN_U]
+        produced = min((u - P[r, L.P_JOINED_U]) // token_u, P[r, L.P_REMAINING])
+        leave_batch(Z, P, site, inst, r)
+        cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
+        new_tokens = P[r, L.P_CONTEXT] + produced - cached_tokens
+        k = -1
+        no_local = Z[q + L.Q_ACTIVE] == 0 and Z[site + L.D_N_LINKS] > 0
+        if P[r, L.P_ROUTE] == REMOTE_ROUTE or no_local:
+            k = best_link(Z, F, pd, new_tokens, cached_tokens)[0]
+        start_attempt(
+            Z,
+            F,
+            P,
+            r,
+            P[r, L.P_ATTEMPTS] + 1,
+            new_tokens,
+            cached_tokens,
+            P[r, L.P_REMAINING] - produced,
+            k,
+        )
+    Z[i + L.I_MILE_N] = 0
+    Z[i + L.I_NEXT_NS] = NEVER_NS
+
+
+# ------------------------------------------------------------------ the loop
+
+
+def settle(Z: IntArray, F: FloatArray, P: IntArray) -> None:
+    """The end of an instant: share the links, start prefills, admit to decode, fix decode steps."""
+    for k in range(Z[L.N_LINK]):
+        if Z[Z[L.O_LINK] + k * L.W_LINK + L.K_DIRTY] != 0:
+            settle_link(Z, F, k)
+    for pool in range(Z[L.N_POOL]):
+        q = Z[L.O_POOL] + pool * L.W_POOL
+        if Z[q + L.Q_LEN] > 0 and Z[q + L.Q_IDLE] > 0:
+            dispatch_prefill(Z, F, P, pool)
+    for pd in range(Z[L.N_PD]):
+        if Z[Z[L.O_PD] + pd * L.W_PD + L.D_LEN] > 0:
+            dispatch_decode(Z, F, P, pd)
+    for n in range(Z[L.N_DIRTY]):
+        settle_batch(Z, F, Z[Z[L.O_DIRTY] + n])
+    Z[L.N_DIRTY] = 0
+
+
+def handle(Z: IntArray, F: FloatArray, P: IntArray, key: int) -> None:
+    """One event, read from its key."""
+    request_mask = (1 << REQUEST_BITS) - 1
+    r = (key >> ATTEMPT_BITS) & request_mask
+    leaf = (key >> (ATTEMPT_BITS + REQUEST_BITS)) & ((1 << INSTANCE_BITS) - 1)
+    cluster = (key >> (ATTEMPT_BITS + REQUEST_BITS + INSTANCE_BITS)) & ((1 << CLUSTER_BITS) - 1)
+    kind = (key >> (ATTEMPT_BITS + REQUEST_BITS + INSTANCE_BITS + CLUSTER_BITS)) - 1
+    if kind == DECODE:
+        decode_event(Z, F, P, cluster, leaf)
+    elif kind == PREFILL_END:
+        prefill_ends(Z, F, P, cluster, leaf, r)
+    elif kind == FLOW_OPEN:
+        open_flow(Z, F, P, cluster, r)
+    elif kind == FLOW_END:
+        flows_end(Z, F, P, cluster)
+    elif kind == HANDOVER_END:
+        join_decode_queue(Z, P, r)
+    elif kind == CAPACITY:
+        capacity_changes(Z, F, cluster)
+    else:
+        conversion_event(Z, F, P, cluster, leaf)
+
+
+def lacks_room(Z: IntArray) -> int:
+    """Whether one more instant could overflow the heap or a link's flows; `RAN` if not."""
+    flows = 0
+    for k in range(Z[L.N_LINK]):
+        n = Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]
+        q = Z[L.O_POOL] + Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL] * L.W_POOL
+        if n + Z[q + L.Q_N] + 1 > Z[L.FLOW_CAP]:
+            return GROW_FLOWS
+        flows += n
+    if Z[L.HEAP_N] + 4 * Z[L.N_INST] + 2 * Z[L.N_LINK] + flows + 16 > Z[L.HEAP_CAP]:
+        return GROW_HEAP
+    return RAN
+
+
+def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) -> int:
+    """Handle everything before `until_ns`; with `to_end` stop once every request is resolved.
+
+    Gives RAN, or which array must grow before the call is repeated. `NOW` ends at `until_ns`, or with `to_end`
+    at the last instant handled.
+    """
+    heap = Z[L.O_HEAP]
+    n_requests = Z[L.N_REQUESTS]
+    while not to_end or Z[L.UNRESOLVED] > 0:
+        arrival = Z[L.NEXT_ARRIVAL]
+        now = P[arrival, L.P_ARRIVAL] if arrival < n_requests else NEVER_NS
+        if Z[L.HEAP_N] > 0 and Z[heap] < now:
+            now = Z[heap]
+        if now >= until_ns:
+            break
+        lack = lacks_room(Z)
+        if lack != RAN:
+            return lack
+        Z[L.NOW] = now
+        while True:
+            if Z[L.HEAP_N] > 0 and Z[heap] == now:
+                handle(Z, F, P, heap_pop(Z))
+            elif arrival < n_requests and P[arrival, L.P_ARRIVAL] == now:
+                Z[L.NEXT_ARRIVAL] = arrival + 1
+                arrive(Z, F, P, arrival)
+                arrival += 1
+            else:
+                break
+        settle(Z, F, P)
+    if not to_end:
+        Z[L.NOW] = until_ns
+    return RAN
+
+
+def begin(Z: IntArray) -> None:
+    """Schedule the first capacity change of each link (arrays as `Layout.start` made them)."""
+    for k in range(Z[L.N_LINK]):
+        Z[Z[L.O_LINK] + k * L.W_LINK + L.K_CAP_AT] = 1
+        push_capacity(Z, k)
+
+
+# ------------------------------------------------------------------ readings
+
+
+def staged_bits(Z: IntArray, F: FloatArray, k: int, now: int) -> float:
+    """Bits that prefill has produced and link k has not yet sent."""
+    total = 0.0
+    for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
+        i, f = I_of_flow(Z, k, position), F_of_flow(Z, k, position)
+        remaining = flow_remaining(Z, F, k, position, now)
+        if now < Z[i + L.FL_UNTIL]:
+            produced = min(sent_bits(F[f + L.FLF_PRODUCE], now - Z[i + L.FL_OPENED]), F[f + L.FLF_BITS])
+            remaining = max(produced - (F[f + L.FLF_BITS] - remaining), 0.0)
+        total += remaining
+    return total
+
+
+def delivered_bits(Z: IntArray, F: FloatArray, k: int) -> float:
+    """Bits sent over link k since the start."""
+    total = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_COMPLETED]
+    for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
+        total += F[F_of_flow(Z, k, position) + L.FLF_BITS] - flow_remaining(Z, F, k, position, Z[L.NOW])
+    return total
+
+
+def read_pool(Z: IntArray, P: IntArray, pool: int, out: FloatArray, at: int) -> None:
+    """The prefill fields of a PD or PrfaaS group, from the position of the first one on."""
+    now = Z[L.NOW]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    n = Z[q + L.Q_LEN]
+    residual_ns = 0
+    for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
+        i = Z[L.O_INST] + inst * L.W_INST
+        if Z[i + L.I_RUNNING] >= 0:
+            residual_ns += Z[i + L.I_END_NS] - now
+    out[at] = n
+    out[at + 1] = Z[q + L.Q_TOKENS]
+    out[at + 2] = Z[q + L.Q_WORK_NS] / 1e9
+    out[at + 3] = (now - P[Z[q + L.Q_HEAD], L.P_QUEUED]) / 1e9 if n > 0 else 0.0
+    out[at + 4] = residual_ns / 1e9
+    out[at + 5] = Z[q + L.Q_BUSY]
+    out[at + 6] = Z[q + L.Q_ACTIVE]
+
+
+def read_site(Z: IntArray, F: FloatArray, P: IntArray, pd: int, out: FloatArray, at: int) -> None:
+    """All fields of a PD group."""
+    now = Z[L.NOW]
+    site = Z[L.O_PD] + pd * L.W_PD
+    real = Z[L.OF_PD] + pd * L.WF_PD
+    bucket = now // NS_PER_S
+    sums = F[Z[L.OF_SUMS] : Z[L.OF_SUMS] + len(WINDOWS_S) * N_DOOR_COLUMNS].reshape(
+        (len(WINDOWS_S), N_DOOR_COLUMNS)
+    )
+    for w in range(len(WINDOWS_S)):
+        ring_sums(
+            Z,
+            Z[L.O_DOOR] + pd * N_BUCKETS,
+            F,
+            Z[L.OF_DOOR] + pd * N_BUCKETS * N_DOOR_COLUMNS,
+            N_DOOR_COLUMNS,
+            bucket,
+            WINDOWS_S[w],
+            sums[w],
+        )
+    door_fields(sums, bucket, Z[L.HAS_TTFT] != 0, Z[L.HAS_TPOT] != 0, out, at)
+    read_pool(Z, P, Z[site + L.D_POOL], out, at + PD_POOL_AT)
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    used = 0
+    busy = 0
+    kv = 0
+    for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
+        i = Z[L.O_INST] + inst * L.W_INST
+        n = Z[i + L.I_SEQUENCES]
+        busy += 1 if n > 0 else 0
+        if Z[i + L.I_ROLE] == DECODE_ROLE and Z[i + L.I_PHASE] == ACTIVE:
+            used += n
+            kv += Z[i + L.I_KV]
+    active = Z[site + L.D_ACTIVE]
+    slots = Z[site + L.D_SLOTS_EACH]
+    waiting = Z[site + L.D_LEN]
+    out[at + DECODE_QUEUE_AT] = waiting
+    out[at + DECODE_QUEUE_AT + 1] = Z[site + L.D_TOKENS]
+    out[at + DECODE_QUEUE_AT + 2] = decode_work_s(
+        waiting, out[at + OUTPUT_MEAN_AT], F[real + L.DF_FULL_STEP_S], slots
+    )
+    out[at + DECODE_QUEUE_AT + 3] = (now - P[Z[site + L.D_HEAD], L.P_QUEUED]) / 1e9 if waiting > 0 else 0.0
+    out[at + DECODE_AT] = Z[site + L.D_SEQ]
+    out[at + DECODE_AT + 1] = busy
+    out[at + DECODE_AT + 2] = active
+    out[at + DECODE_AT + 3] = used / (active * slots) if active > 0 else 0.0
+    capacity = Z[site + L.D_KV_CAP]
+    out[at + DECODE_AT + 4] = kv / (capacity * active) if capacity >= 0 and active > 0 else 0.0
+    out[at + CONVERTING_AT] = Z[site + L.D_CONVERTING]
+    converted_ns = Z[site + L.D_CONVERTED_NS]
+    out[at + CONVERTING_AT + 1] = 1.0 if converted_ns >= 0 else 0.0
+    out[at + CONVERTING_AT + 2] = (now - converted_ns) / 1e9 if converted_ns >= 0 else 0.0
+    to_next_ns = Z[L.CONVERSION_NS] - now % Z[L.CONVERSION_NS]
+    if now > 0 and now % Z[L.CONVERSION_NS] == 0 and Z[site + L.D_CONVERTING] == 0:
+        to_next_ns = 0
+    out[at + CONVERTING_AT + 3] = to_next_ns / 1e9
+    value = F[real + L.DF_VALUE]
+    by_margin = Z[site + L.D_BY_MARGIN] != 0
+    out[at + DECISION_AT] = 0.0 if by_margin else 1.0
+    out[at + DECISION_AT + 1] = 0.0 if by_margin else threshold_field(value)
+    out[at + DECISION_AT + 2] = 1.0 if by_margin else 0.0
+    out[at + DECISION_AT + 3] = margin_field(value) if by_margin else 0.0
+    out[at + DECISION_AT + 4] = Z[site + L.D_ABUNDANT]
+
+
+def read_link(Z: IntArray, F: FloatArray, k: int, out: FloatArray, at: int) -> None:
+    """All fields of a link group."""
+    now = Z[L.NOW]
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    meter_advance_for_reading(Z, F, k, now)
+    sums = F[Z[L.OF_SUMS] : Z[L.OF_SUMS] + N_LINK_COLUMNS]
+    link_fields(
+        Z,
+        Z[L.O_WIRE] + k * N_BUCKETS,
+        F,
+        Z[L.OF_WIRE] + k * N_BUCKETS * N_LINK_COLUMNS,
+        F,
+        real + L.KF_STATE,
+        now,
+        F[real + L.KF_NOMINAL],
+        sums,
+        out,
+        at,
+    )
+    link = Z[L.O_LINK] + k * L.W_LINK
+    backlog_bits = Z[link + L.K_PENDING_BITS] + unsent_bits(Z, F, k, now)
+    out[at] = backlog_bits / BITS_PER_BYTE
+    out[at + 1] = backlog_bits / F[real + L.KF_STATE]
+    out[at + 2] = staged_bits(Z, F, k, now) / BITS_PER_BYTE
+    out[at + 3] = Z[link + L.K_FLOWS]
+    out[at + RETRANSMISSION_AT] = 0.0
+
+
+def read_telemetry(Z: IntArray, F: FloatArray, P: IntArray, out: FloatArray) -> None:
+    """All fields in the order of the schema into `out`, float64 of shape (len(schema),)."""
+    at = 0
+    for pd in range(Z[L.N_PD]):
+        read_site(Z, F, P, pd, out, at)
+        at += N_PD_FIELDS
+    for pool in range(Z[L.N_PRFAAS]):
+        read_pool(Z, P, pool, out, at)
+        at += N_PRFAAS_FIELDS
+    for k in range(Z[L.N_LINK]):
+        read_link(Z, F, k, out, at)
+        at += N_LINK_FIELDS
