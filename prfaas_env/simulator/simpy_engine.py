@@ -560,7 +560,8 @@ class SimpyEngine:
                 attempt=attempt.number,
                 context_tokens=attempt.context_tokens,
                 remaining_tokens=attempt.remaining_tokens,
-                kv_tokens=attempt.context_tokens + site.decode.kv_reserve_tokens,
+                # the prompt and the reserve on every attempt: tokens produced before live in the reserve
+                kv_tokens=self._input[request] + site.decode.kv_reserve_tokens,
                 wants_first=wants_first,
             ),
         )
