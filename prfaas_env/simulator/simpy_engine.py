@@ -316,7 +316,7 @@ class SimpyEngine:
             return
         now = self.now_ns
         for request in sorted(batch.sequences):
-            produced = batch.generated(batch.sequences[request], now)
+            produced = self._handed_out(batch, request)
             sequence = batch.leave(request)
             site.decode.sequences.add(now, -1)
             cached_tokens = self._input[request] - int(self.records.incremental_tokens[request])
@@ -330,6 +330,13 @@ class SimpyEngine:
                 remote=self.records.route[request] == Route.REMOTE,
             )
         batch.refresh_next()
+
+    def _handed_out(self, batch: DecodeBatch, request: int) -> int:
+        """Tokens of this attempt that have come out: rounding may see the first or the last one 1 ns early."""
+        if self.records.first_token_ns[request] == NEVER_NS:
+            return 0
+        sequence = batch.sequences[request]
+        return min(batch.generated(sequence, self.now_ns), sequence.remaining_tokens - 1)
 
     # ------------------------------------------------------------------ arrivals and routing
 
