@@ -698,7 +698,9 @@ class SimpyEngine:
             now = self.now_ns
             duration_ns = attempt.prefill_ns
             if instance.speed < 1.0:
-                duration_ns = round(duration_ns / instance.speed)
+                duration_ns = ns_from_s(
+                    pool.times.seconds(attempt.new_tokens, attempt.cached_tokens) / instance.speed
+                )
             attempt.started_ns = now
             attempt.prefill_end_ns = now + duration_ns
             instance.running = attempt
