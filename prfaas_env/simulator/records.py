@@ -128,7 +128,7 @@ class Totals:
     """Finished requests that met every objective of the scenario."""
     egress_bits: tuple[float, ...]
     egress_peak_bps: tuple[float, ...]
-    """Most that one whole second after the warm-up delivered, per link (as of the last link change)."""
+    """Most that one whole second after the warm-up delivered, per link."""
     reject_reasons: tuple[int, ...]
 
 

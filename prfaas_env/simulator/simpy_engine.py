@@ -732,6 +732,8 @@ class SimpyEngine:
     def totals(self) -> Totals:
         """Cumulative figures now, computed without storing."""
         now = self.now_ns
+        for link in self.links:
+            link.meter.advance_for_reading(now, link.total_rate_bps, link.congested)
         c = self.counters
         local = [site.prefill for site in self.sites]
         decode = [site.decode for site in self.sites]
