@@ -159,9 +159,7 @@ class Tiny:
         orders = {0.0: Move.NONE, **(moves or {})}
         for at_s in sorted(orders):
             engine.run_until(ns(at_s))
-            engine.apply(
-                Decision.same(n_pd, threshold_tokens=threshold, margin_s=margin, move=orders[at_s])
-            )
+            engine.apply(Decision.same(n_pd, threshold_tokens=threshold, margin_s=margin, move=orders[at_s]))
 
 
 @pytest.fixture(scope="session", params=ENGINES)

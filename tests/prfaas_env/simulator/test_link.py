@@ -147,9 +147,7 @@ def test_congested_pipelined_flows(tiny):
     # A: 1,000 tokens, opens 0.25; B: 2,000 tokens (T = 2 s, S = 16e6), opens 0.5; both capped at 8e6 while prefilling.
     # Link 12e6. A alone at 8e6 until 0.5: 2e6. Then 6e6 each: A ends at 0.5 + 6/6 = 1.5 (its cap ended at 1.0 and never
     # bound). B has 10e6 left, capped at 8e6 until 2.0: 6e6 left, then 12e6: 2.5.
-    scenario = tiny.scenario(
-        kv={"n_layers": 4}, link={"capacity_bps": 12e6}, prfaas={"n_instances": 2}
-    )
+    scenario = tiny.scenario(kv={"n_layers": 4}, link={"capacity_bps": 12e6}, prfaas={"n_instances": 2})
     engine = tiny.run(scenario, [(0, 1000, 1), (0, 2000, 1)], threshold=ALWAYS)
     assert transfer_ends(engine) == [1_500_000_000, 2_500_000_000]
 
@@ -157,9 +155,7 @@ def test_congested_pipelined_flows(tiny):
 def test_share_that_a_capped_flow_leaves_goes_to_the_other(tiny):
     # Link 18e6. B: T 0..1, opens 0.25, 8e6 until 1.0, 2e6 left. A: T 0.5..1.5, opens 0.75, capped at 8e6.
     # From 1.0 B gets 18 - 8 = 10e6 (not 9e6): ends at 1.2. A: 6e6 by 1.5, then 2e6 at 18e6: 1.5 + 1/9 s.
-    scenario = tiny.scenario(
-        kv={"n_layers": 4}, link={"capacity_bps": 18e6}, prfaas={"n_instances": 2}
-    )
+    scenario = tiny.scenario(kv={"n_layers": 4}, link={"capacity_bps": 18e6}, prfaas={"n_instances": 2})
     engine = tiny.run(scenario, [(0, 1000, 1), (0.5, 1000, 1)], threshold=ALWAYS)
     assert transfer_ends(engine) == [1_200_000_000, 1_611_111_111]
 
@@ -168,17 +164,13 @@ def test_flow_that_fell_behind_catches_up_after_its_prefill(tiny):
     # 2e6 bit/s until 0.75, then 80e6. Opens 0.25: 1e6 sent at 0.75. Capped at S/T = 8e6 until 1.0: 3e6 sent.
     # Then 5e6 left at 80e6: 0.0625 s.
     scenario = tiny.scenario(kv={"n_layers": 4}, link={"capacity_bps": 80e6})
-    engine = tiny.run(
-        scenario, [(0, 1000, 1)], threshold=ALWAYS, capacity=[[(0, 2e6), (0.75, 80e6)]]
-    )
+    engine = tiny.run(scenario, [(0, 1000, 1)], threshold=ALWAYS, capacity=[[(0, 2e6), (0.75, 80e6)]])
     assert transfer_ends(engine) == [1_062_500_000]
 
 
 def test_capacity_change_is_felt_in_mid_flow(tiny):
     # 8e6 until 1.5: half sent; then 4e6: the other half takes 1 s
-    engine = tiny.run(
-        tiny.scenario(), [(0, 1000, 1)], threshold=ALWAYS, capacity=[[(0, 8e6), (1.5, 4e6)]]
-    )
+    engine = tiny.run(tiny.scenario(), [(0, 1000, 1)], threshold=ALWAYS, capacity=[[(0, 8e6), (1.5, 4e6)]])
     assert transfer_ends(engine) == [2_500_000_000]
 
 
@@ -207,6 +199,29 @@ def test_links_do_not_share_with_each_other(tiny):
     assert engine.records.prfaas.tolist() == [0, 1]
     assert transfer_ends(engine) == [2 * S, 2_700_000_000]
     assert engine.totals().egress_bits == (8e6, 8e6)
+
+
+def test_peak_egress_does_not_depend_on_who_reads(tiny):
+    # one flow of 8 s at full rate from 8 s to 16 s: no event in between; the peak is known as soon as a second is over
+    rows = [(0, 8000, 1)]
+    silent, read = tiny.engine(tiny.scenario(), rows), tiny.engine(tiny.scenario(), rows)
+    for engine in (silent, read):
+        tiny.drive(engine, threshold=ALWAYS)
+        for at_s in range(8, 13):
+            engine.run_until(at_s * S + S // 2)
+            if engine is read:
+                engine.telemetry()
+        assert engine.totals().egress_peak_bps == (8e6,)
+        engine.run_to_end()
+        assert engine.totals().egress_peak_bps == (8e6,)
+    assert silent.totals() == read.totals()
+
+
+def test_peak_egress_counts_whole_seconds_after_the_warm_up(tiny):
+    # flow 1: 0.5e6 B/s... 2,000 tokens, 2 s at full rate from 2 s; flow 2: a quarter second at full rate at 20.25 s
+    scenario = tiny.scenario(measure={"warmup_s": 10.0, "horizon_s": 100.0})
+    engine = tiny.run(scenario, [(0, 2000, 1), (20, 250, 1)], threshold=ALWAYS, until=30)
+    assert engine.totals().egress_peak_bps == (2e6,)
 
 
 def test_staged_bytes_are_what_prefill_made_and_the_link_has_not_sent(tiny):
@@ -475,7 +490,9 @@ def remote_requests(draw):
     n = draw(st.integers(1, 12))
     arrivals = sorted(draw(st.integers(0, 8000)) for _ in range(n))
     rows = [(a / 1000, draw(st.integers(1, 4000)), 1) for a in arrivals]
-    changes = draw(st.dictionaries(st.integers(1, 15_000), st.sampled_from([0.0, 2e6, 8e6, 9.7e6]), max_size=4))
+    changes = draw(
+        st.dictionaries(st.integers(1, 15_000), st.sampled_from([0.0, 2e6, 8e6, 9.7e6]), max_size=4)
+    )
     trace = [(0.0, draw(st.sampled_from([0.0, 3e6, 8e6])))]
     trace += [(t / 1000, c) for t, c in sorted(changes.items())] + [(20.0, 8e6)]
     return rows, draw(st.sampled_from([1, 3, 57])), draw(st.sampled_from([None, 3e6])), trace
