@@ -140,11 +140,6 @@ def legal_moves(
     return (to_decode and active_prefill >= 1, True, to_prefill)
 
 
-def is_conversion_tick(tick: int, ticks_per_conversion: int) -> bool:
-    """Whether conversions are legal at decision number `tick` (from 0): multiples k >= 1 of the slow clock."""
-    return tick > 0 and tick % ticks_per_conversion == 0
-
-
 @dataclass(frozen=True)
 class ActionCodec:
     """Action arrays to decisions and back, for a number of PD clusters.
@@ -184,9 +179,11 @@ class ActionCodec:
         for i in range(self.n_pd):
             first, second = array[2 * i], array[2 * i + 1]
             if self.form == "discrete":
-                if not (0 <= first < len(self.grid) and 0 <= second < N_MOVES):
+                inside = 0 <= first < len(self.grid) and 0 <= second < N_MOVES
+                if not inside or first != int(first) or second != int(second):
                     raise ValueError(
-                        f"action part {i} is ({first}, {second}); allowed 0..{len(self.grid) - 1}, 0..{N_MOVES - 1}"
+                        f"action part {i} is ({first}, {second}); allowed whole numbers: "
+                        f"0..{len(self.grid) - 1}, 0..{N_MOVES - 1}"
                     )
                 clusters.append(self._cluster(self.grid[int(first)], Move(int(second))))
             else:
