@@ -22,7 +22,14 @@ from prfaas_env.simulator.world import World
 from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry
 
 _LOCK = threading.Lock()
-_ENTRIES = (kernel.run, kernel.begin, kernel.apply_decision, kernel.read_telemetry, kernel.site_legal)
+_ENTRIES = (
+    kernel.run,
+    kernel.begin,
+    kernel.apply_decision,
+    kernel.read_telemetry,
+    kernel.site_legal,
+    kernel.account_links,
+)
 
 
 @lru_cache(maxsize=1)
@@ -143,6 +150,7 @@ class CompiledEngine:
 
     def totals(self) -> Totals:
         """Cumulative figures now."""
+        self._functions["account_links"](self._ints, self._reals)
         ints, reals, now = self._ints, self._reals, self.now_ns
         pools = [int(ints[L.O_POOL]) + q * L.W_POOL for q in range(self._layout.n_prfaas + self._layout.n_pd)]
         remote, local = pools[: self._layout.n_prfaas], pools[self._layout.n_prfaas :]

@@ -297,6 +297,12 @@ def meter_advance_for_reading(Z: IntArray, F: FloatArray, k: int, now: int) -> N
     meter_advance(Z, F, k, now // NS_PER_S * NS_PER_S)
 
 
+def account_links(Z: IntArray, F: FloatArray) -> None:
+    """Account every link up to the last whole second."""
+    for k in range(Z[L.N_LINK]):
+        meter_advance_for_reading(Z, F, k, Z[L.NOW])
+
+
 def door_row(Z: IntArray, F: FloatArray, pd: int, now: int) -> int:
     """Row of the present second in the door ring of a PD cluster."""
     return ring_row(
@@ -524,7 +530,8 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None
         duration_ns = P[r, L.P_WORK_NS]
         speed = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED]
         if speed < 1.0:
-            duration_ns = round(duration_ns / speed)
+            cached_tokens = P[r, L.P_CONTEXT] - P[r, L.P_NEW]
+            duration_ns = ns_from_s(pool_prefill_s(Z, F, q, P[r, L.P_NEW], cached_tokens) / speed)
         end_ns = now + duration_ns
         P[r, L.P_STARTED] = now
         P[r, L.P_END] = end_ns
@@ -784,7 +791,7 @@ def dispatch_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int) -> None:
     site = Z[L.O_PD] + pd * L.W_PD
     while Z[site + L.D_LEN] > 0:
         r = Z[site + L.D_HEAD]
-        kv_tokens = P[r, L.P_CONTEXT] + Z[site + L.D_KV_RESERVE]
+        kv_tokens = P[r, L.P_INPUT] + Z[site + L.D_KV_RESERVE]
         inst = place_for(Z, site, kv_tokens)
         if inst < 0:
             return
@@ -817,7 +824,7 @@ def leave_batch(Z: IntArray, P: IntArray, site: int, inst: int, r: int) -> None:
     """Take a sequence out of an instance."""
     i = Z[L.O_INST] + inst * L.W_INST
     Z[i + L.I_SEQUENCES] -= 1
-    Z[i + L.I_KV] -= P[r, L.P_CONTEXT] + Z[site + L.D_KV_RESERVE]
+    Z[i + L.I_KV] -= P[r, L.P_INPUT] + Z[site + L.D_KV_RESERVE]
     Z[i + L.I_CONTEXT] -= P[r, L.P_CONTEXT]
     Z[i + L.I_SUM_U] -= P[r, L.P_JOINED_U]
     set_decode_state(Z, inst)
@@ -1126,7 +1133,10 @@ def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
             break
         last = r
         token_u = Z[site + L.D_TOKEN_U]
-        produced = min((u - P[r, L.P_JOINED_U]) // token_u, P[r, L.P_REMAINING])
+        # tokens that have come out: rounding may see the first or the last one 1 ns early
+        produced = min((u - P[r, L.P_JOINED_U]) // token_u, P[r, L.P_REMAINING] - 1)
+        if P[r, L.P_FIRST] == NEVER_NS:
+            produced = 0
         leave_batch(Z, P, site, inst, r)
         cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
         new_tokens = P[r, L.P_CONTEXT] + produced - cached_tokens
@@ -1257,8 +1267,8 @@ def staged_bits(Z: IntArray, F: FloatArray, k: int, now: int) -> float:
         i, f = I_of_flow(Z, k, position), F_of_flow(Z, k, position)
         remaining = flow_remaining(Z, F, k, position, now)
         if now < Z[i + L.FL_UNTIL]:
-            produced = min(sent_bits(F[f + L.FLF_PRODUCE], now - Z[i + L.FL_OPENED]), F[f + L.FLF_BITS])
-            remaining = max(produced - (F[f + L.FLF_BITS] - remaining), 0.0)
+            to_come = sent_bits(F[f + L.FLF_PRODUCE], Z[i + L.FL_UNTIL] - now)
+            remaining = max(remaining - to_come, 0.0)
         total += remaining
     return total
 
