@@ -189,7 +189,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         info = self._info()
         info["reward_terms"] = terms
         if truncated:
-            info["episode_metrics"] = run.metrics()
+            info["episode_metrics"] = self.episode_metrics()
         if self.render_mode == "human":
             self.render()
         return observation, math.fsum(terms.values()), False, truncated, info
@@ -230,6 +230,10 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         if self._telemetry is None:
             raise gym.error.ResetNeeded("call reset() first")
         return self._telemetry
+
+    def episode_metrics(self) -> dict[str, Any]:
+        """The figures of the episode so far: what `info["episode_metrics"]` holds on its last step."""
+        return self._running().metrics()
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Legal parts of the discrete action now, flat, in sb3-contrib's order."""

@@ -157,6 +157,12 @@ def _override(raw: dict[str, Any], assignment: str) -> None:
             node = node[key]
 
 
+def apply_overrides(raw: dict[str, Any], assignments: Sequence[str]) -> None:
+    """Apply `dotted.path=value` assignments to raw fields in order; PrfaasError for one that cannot be."""
+    for assignment in assignments:
+        _override(raw, assignment)
+
+
 def _validate(raw: Mapping[str, Any], where: str) -> Scenario:
     try:
         return Scenario.model_validate(raw)
@@ -192,8 +198,7 @@ def load_scenario(
         raw = {**raw, "deployment": other["deployment"]}
         if raw.get("name") != deployment:
             raw["name"] = f"{raw.get('name')}@{deployment}"
-    for assignment in overrides:
-        _override(raw, assignment)
+    apply_overrides(raw, overrides)
     return _validate(raw, where)
 
 
