@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, IntArray, decode_step_s, ns_from_s
+from prfaas_env.simulator.world import links_of
 from prfaas_env.telemetry import N_BUCKETS, N_DOOR_COLUMNS, N_LINK_COLUMNS, N_LINK_STATE, RECENT_LENGTHS
 
 # ------------------------------------------------------------------ scalars of Z
@@ -469,7 +470,7 @@ class Layout:
     def _start_sites(self, ints: IntArray, reals: FloatArray) -> None:
         deployment = self.scenario.deployment
         for i, (spec, d) in enumerate(zip(deployment.pd, self.decodes, strict=True)):
-            links = [k for k, link in enumerate(deployment.links) if link.pd == spec.name]
+            links = links_of(deployment, spec.name)
             base = self.offsets[O_PD] + i * W_PD
             for name, value in (
                 (D_POOL, self.n_prfaas + i),

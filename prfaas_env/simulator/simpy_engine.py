@@ -56,7 +56,7 @@ from prfaas_env.simulator.records import (
     TimeIntegral,
     Totals,
 )
-from prfaas_env.simulator.world import World
+from prfaas_env.simulator.world import World, links_of
 from prfaas_env.telemetry import (
     DoorMeter,
     LinkMeter,
@@ -103,7 +103,7 @@ class PdSite:
         self.decision = ClusterDecision(threshold_tokens=math.inf)
         self.converting = 0
         self.converted_ns = -1
-        self.links = [k for k, link in enumerate(scenario.deployment.links) if link.pd == spec.name]
+        self.links = links_of(scenario.deployment, spec.name)
         d = hardware.decode
         self.first_step_s = decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, 1, 0)
         self.full_step_s = decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, d.slots, 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prfaas_env.base import stream
-from prfaas_env.scenarios.models import RegimeCapacity, Scenario, StepCapacity
+from prfaas_env.scenarios.models import Deployment, RegimeCapacity, Scenario, StepCapacity
 from prfaas_env.simulator.formulas import FloatArray, IntArray, ns_from_s
 from prfaas_env.telemetry import TelemetrySchema, schema_for
 from prfaas_env.workload.generate import generate_requests
@@ -50,6 +50,13 @@ def scenario_schema(scenario: Scenario) -> TelemetrySchema:
     """Telemetry schema of a scenario's topology."""
     deployment = scenario.deployment
     return schema_for(len(deployment.pd), len(deployment.prfaas), len(deployment.links))
+
+
+def links_of(deployment: Deployment, pd: str) -> list[int]:
+    """Links of a PD cluster in order of their PrfaaS cluster, so that a tie goes to the lowest one."""
+    order = [cluster.name for cluster in deployment.prfaas]
+    links = [k for k, link in enumerate(deployment.links) if link.pd == pd]
+    return sorted(links, key=lambda k: order.index(deployment.links[k].prfaas))
 
 
 def _capacity_trace(scenario: Scenario, link: int, seed: int, end_s: float) -> CapacityTrace:
