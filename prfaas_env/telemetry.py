@@ -414,7 +414,8 @@ def pack(schema: TelemetrySchema, readings: list[dict[str, float]]) -> FloatArra
     """Values array from one reading per group in schema order.
 
     Raises:
-        ValueError: a reading misses a field, has one too many, or holds a value that is not finite; it is named.
+        ValueError: a reading misses a field, has one too many, or holds a value that is not one finite number; it
+            is named.
     """
     values = np.empty(len(schema))
     position = 0
@@ -429,6 +430,11 @@ def pack(schema: TelemetrySchema, readings: list[dict[str, float]]) -> FloatArra
                 values[position] = reading[field.name]
             except KeyError:
                 raise ValueError(f"{group}: field {field.name!r} is missing") from None
+            except (TypeError, ValueError):
+                found = reading[field.name]
+                raise ValueError(
+                    f"{group}: field {field.name!r} must be one number, found {found!r}"
+                ) from None
             position += 1
     if not np.isfinite(values).all():
         bad = [schema.names[k] for k in np.flatnonzero(~np.isfinite(values))]
