@@ -100,10 +100,13 @@ def cache_root() -> Path:
     return Path(tempfile.gettempdir()) / f"prfaas-env-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
-def compile_functions(entries: Iterable[FunctionType]) -> tuple[dict[str, Callable[..., Any]], bool]:
+def compile_functions(
+    entries: Iterable[FunctionType], out_of_line: frozenset[str] = frozenset()
+) -> tuple[dict[str, Callable[..., Any]], bool]:
     """Compiled twins of the entries by name, and whether they were compiled before (the cache is warm).
 
-    Compilation itself happens at the first call of each entry.
+    Compilation itself happens at the first call of each entry. What the entries call is inlined, except the
+    functions named in `out_of_line` (rare or large ones).
     """
     import numba
 
@@ -125,8 +128,14 @@ def compile_functions(entries: Iterable[FunctionType]) -> tuple[dict[str, Callab
             )
             twin.__module__ = function.__module__
             twin.__qualname__ = function.__qualname__
+            is_entry = id(function) in entry_ids
+            # every array is seven arguments or more: a call costs more than most bodies
             twins[id(function)] = numba.njit(
-                cache=id(function) in entry_ids, nogil=True, error_model="numpy", boundscheck=None
+                cache=is_entry,
+                nogil=True,
+                error_model="numpy",
+                _nrt=False,
+                forceinline=not is_entry and function.__name__ not in out_of_line,
             )(twin)
     finally:
         numba.config.CACHE_DIR = kept
