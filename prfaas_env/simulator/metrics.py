@@ -101,7 +101,8 @@ def episode_metrics(
     """
     scenario = world.scenario
     start_ns, end_ns = start.time_ns, end.time_ns
-    window_s = max((end_ns - start_ns) / NS_PER_S, 1e-9)
+    window_s = (end_ns - start_ns) / NS_PER_S
+    per_s = 1.0 / window_s if window_s > 0 else 0.0
     c = cohort(world, records, start_ns, end_ns)
     ttft = _summary(c.ttft_s)
     ttft_inf = _summary(np.where(c.open_first, math.inf, c.ttft_s))
@@ -124,9 +125,11 @@ def episode_metrics(
     }
     bits = sum(end.egress_bits) - sum(start.egress_bits)
     nominal_bps = sum(link.capacity_bps for link in scenario.deployment.links)
-    utilisation["link"] = bits / window_s / nominal_bps if nominal_bps else 0.0
+    utilisation["link"] = bits * per_s / nominal_bps if nominal_bps else 0.0
     tpot = tpot_s(world, records, c.mask)
     warnings = [f"{stage} saturated" for stage, use in utilisation.items() if use > SATURATED_UTILISATION]
+    if window_s == 0:
+        warnings.append("the run ended before measure.warmup_s: nothing was measured")
     if _differ(ttft, ttft_inf):
         warnings.append("open requests move the quantiles: the system is saturated or the run is too short")
     notes = list(world.requests.notes)
@@ -163,12 +166,12 @@ def episode_metrics(
             (records.first_token_ns[had_first] - records.decode_join_ns[had_first]) / NS_PER_S
         ),
         "tpot_s": _summary(tpot),
-        "throughput_rps": int(finished_in_window.sum()) / window_s,
-        "goodput_rps": meets_slo(world, records, scenario.slo, c.mask) / window_s,
+        "throughput_rps": int(finished_in_window.sum()) * per_s,
+        "goodput_rps": meets_slo(world, records, scenario.slo, c.mask) * per_s,
         "offload_share": _mean((records.route[c.mask] == Route.REMOTE).astype(np.float64)),
         "egress": {
             "bits": bits,
-            "mean_bps": bits / window_s,
+            "mean_bps": bits * per_s,
             "peak_bps": max(end.egress_peak_bps, default=0.0),
         },
         "conversions": end.conversions - start.conversions,
