@@ -9,7 +9,7 @@ import numpy as np
 
 from prfaas_env.policy import Policy, PolicyContext
 from prfaas_env.scenarios.models import Scenario
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, Engine, make_engine
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, ns_from_s
 from prfaas_env.simulator.metrics import episode_metrics
 from prfaas_env.simulator.records import RequestRecords, Totals
@@ -101,6 +101,22 @@ class EpisodeRun:
         return episode_metrics(self.world, self.engine.records, start, end, horizon_reached=not drained)
 
 
+def _is_over(world: World, engine: Engine) -> bool:
+    """Whether every request is resolved, or has arrived and waits for a link that stays down for ever."""
+    if engine.done:
+        return True
+    dead = [
+        k
+        for k, trace in enumerate(world.links)
+        if trace.capacity_bps[-1] == 0 and trace.time_ns[-1] < engine.now_ns
+    ]
+    totals = engine.totals()
+    if not dead or totals.arrived < len(world.requests):
+        return False
+    stuck = sum(engine.telemetry().link[k].open_flows for k in dead)
+    return stuck == totals.arrived - totals.finished - totals.rejected - totals.aborted
+
+
 def simulate(
     scenario: Scenario,
     policy: Policy,
@@ -144,7 +160,7 @@ def simulate(
         tick += 1
         ask_once = policy.constant and not timeline
         run.run_until(end_ns if ask_once else min(tick * run.control_ns, end_ns), drain)
-        if run.engine.now_ns >= end_ns or (drain and run.engine.done):
+        if run.engine.now_ns >= end_ns or (drain and (ask_once or _is_over(world, run.engine))):
             break
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(TIMELINE))
     lines = {name: columns[:, k] for k, name in enumerate(TIMELINE)} if timeline else None
