@@ -166,3 +166,9 @@ class Tiny:
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     """Small worlds on every engine."""
     return Tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def hand() -> type[Tiny]:
+    """Builders of small scenarios and worlds, for tests that need no engine."""
+    return Tiny

@@ -102,7 +102,8 @@ def test_decode_finish_frees_the_slot_for_a_hand_over_of_the_same_instant(tiny):
 def test_hand_overs_of_one_instant_queue_in_order_of_request(tiny, local_first):
     scenario = tiny.scenario(decode={"slots": 1})
     if local_first:
-        # R0 local until 0.8004. R1 local: prefill 0.8..1.8, hand-over 0.5 ms. R2 remote: prefill 0.2005..1.0005, flow 0.8 s.
+        # R0 local until 0.8004. R1 local: prefill 0.8..1.8, hand-over 0.5 ms.
+        # R2 remote: prefill 0.2005..1.0005, flow 0.8 s.
         rows = [(0, 400, 1), (0.1, 500, 1), (0.2005, 800, 1)]
         tie = 1_800_500_000
     else:

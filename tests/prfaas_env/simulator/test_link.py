@@ -237,6 +237,35 @@ def test_staged_bytes_are_what_prefill_made_and_the_link_has_not_sent(tiny):
         assert engine.telemetry().link[0].staged_bytes == pytest.approx(staged, abs=0.01), at_s
 
 
+def test_observed_capacity_through_an_engine(tiny):
+    """Nominal 80e6. Pipelined flows that the link does not hold up say nothing; an outage with a backlog does."""
+    scenario = tiny.scenario(kv={"n_layers": 4}, link={"capacity_bps": 80e6})
+    engine = tiny.engine(
+        scenario, [(0, 20_000, 1), (20, 1000, 1)], capacity=[[(0, 80e6), (20, 0), (40, 80e6)]]
+    )
+    tiny.drive(engine, threshold=ALWAYS)
+    # a flow of 8e6 bit/s, its own cap, from 5 s to 20 s
+    engine.run_until(19 * S)
+    link = engine.telemetry().link[0]
+    assert (link.observed_valid, link.observed_capacity_bps, link.open_flows) == (0.0, 80e6, 1.0)
+    assert link.utilisation_5s == pytest.approx(0.1)
+    # from 20 s on nothing moves: the window of five whole seconds is full at 25 s
+    for at_s, observed in [(24, 80e6), (25, 0.8e6), (40, 0.8e6)]:
+        engine.run_until(at_s * S)
+        link = engine.telemetry().link[0]
+        assert link.observed_capacity_bps == observed
+        assert (link.observed_valid, link.observed_age_s) == ((0.0, 0.0) if at_s == 24 else (1.0, 0.0))
+    # one layer of 20,000 tokens and the whole cache of 1,000, at a hundredth of nominal
+    assert link.backlog_bytes == pytest.approx(5e6 + 1e6)
+    assert link.backlog_s == pytest.approx(60.0)
+    # both go at full rate from 40 s, 48e6 bits: the window that ends at 41 s delivered more than was observed
+    engine.run_to_end()
+    engine.run_until(60 * S)
+    link = engine.telemetry().link[0]
+    assert (link.observed_age_s, link.open_flows, link.backlog_bytes) == (19.0, 0.0, 0.0)
+    assert link.observed_capacity_bps == pytest.approx(48e6 / 5)
+
+
 def test_backlog_counts_queued_running_and_open_requests(tiny):
     # one instance: A prefills 0..1, B queues and prefills 1..2; link 8e6; no pipelining
     engine = tiny.engine(tiny.scenario(), [(0, 1000, 1), (0, 1000, 1)])

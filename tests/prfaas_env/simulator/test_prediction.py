@@ -249,8 +249,8 @@ def test_everything_stays_without_a_link(tiny):
 
 
 def test_earliest_predicted_finish_among_several_prfaas_clusters(tiny):
-    # cluster 1 has two instances. Requests of 1,000 at one instant, links 80e6 each:
-    # tie: lowest id 0; then 1 (wait 1 s against 0); then 1 with 1 s / 2 in the queue against 1 s; then 0 and 1 tie at 1: 0
+    # cluster 1 has two instances. Requests of 1,000 at one instant, links 80e6 each: a tie goes to 0; then 1 (wait 1 s
+    # against 0 s); then 1 again (1 s / 2 queued against 1 s); then both would wait 1 s: 0
     scenario = tiny.scenario(
         prfaas=[{"name": "prfaas0"}, {"name": "prfaas1", "n_instances": 2}],
         link=[{"prfaas": "prfaas0", "capacity_bps": 80e6}, {"prfaas": "prfaas1", "capacity_bps": 80e6}],

@@ -37,7 +37,7 @@ def paper(*overrides):
 
 
 def test_unknown_engine_is_one_line():
-    with pytest.raises(PrfaasError, match="unknown engine 'fast'; known: .*simpy"):
+    with pytest.raises(PrfaasError, match=r"unknown engine 'fast'; known: .*simpy"):
         make_engine("fast", draw_world(paper(), 0, n_requests=1))
 
 
