@@ -149,7 +149,12 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Start an episode: number `seed`, or one drawn from `np_random` in the training range."""
+        """Start an episode: number `seed`, or one drawn from `np_random` in the training range.
+
+        There are no `options`; a key in them raises PrfaasError.
+        """
+        if options:
+            raise PrfaasError(f"reset() knows no options, found {', '.join(map(repr, options))}")
         super().reset(seed=seed)
         episode_seed = int(self.np_random.integers(TRAINING_SEEDS)) if seed is None else seed
         world = draw_world(self.scenario, episode_seed)
