@@ -10,6 +10,7 @@ allows it or says why not. What is safe is decided here alone:
   (for one pool of n equal nodes its load becomes load * n / (n - 1));
 - the gain must exceed `min_gain`; an objective that is being missed lifts this bar, but never one that a
   prompt misses on an idle system;
+- a role that lost nodes and is below its floor gets one, whatever the rule wants;
 - an empty system goes back to its base split, the start of the scenario, and stays there.
 
 The split is read anew each tick, so nodes moved by hand or lost to a fault are seen.
@@ -127,7 +128,7 @@ def slo_reachable(idle_s: Sequence[float], objective_s: float, target: float) ->
 
 
 class ConversionGuard:
-    """Guard of one PD cluster. Call `observe` on every tick, then `base_move` or `check` to order a move.
+    """Guard of one PD cluster. Call `observe` on every tick, then `standing_order`, and `check` to order a move.
 
     Args:
         parameters: see `GuardParameters`.
@@ -236,15 +237,28 @@ class ConversionGuard:
 
     # ---------------------------------------------------------------------------------- what it allows
 
-    def base_move(self, telemetry: Telemetry) -> Move:
-        """Order of an empty system: one node towards the base split, or none when it is there."""
-        prefill = self.split[0]
-        base = self._cluster.n_prefill
-        if prefill == base:
+    def standing_order(self, telemetry: Telemetry) -> Move | None:
+        """What is to be done whatever a rule wants; None when the rule may decide.
+
+        A role that lost nodes and is below its floor gets one. An empty system goes back to its base split, one
+        node at a time, and then stays (`Move.NONE`).
+        """
+        prefill, decode = self.split
+        cluster, legal = self._cluster, telemetry.legal_moves[self._index]
+        if decode < cluster.min_decode and legal[Move.PREFILL_TO_DECODE]:
+            return self._order(Move.PREFILL_TO_DECODE)
+        if prefill < cluster.prefill_floor and legal[Move.DECODE_TO_PREFILL]:
+            return self._order(Move.DECODE_TO_PREFILL)
+        if not self.empty(telemetry):
+            return None
+        if prefill == cluster.n_prefill:
             return Move.NONE
-        move = Move.PREFILL_TO_DECODE if prefill > base else Move.DECODE_TO_PREFILL
+        move = Move.PREFILL_TO_DECODE if prefill > cluster.n_prefill else Move.DECODE_TO_PREFILL
         if self._timing(telemetry, move, warm_needed=False) is not None:
             return Move.NONE
+        return self._order(move)
+
+    def _order(self, move: Move) -> Move:
         self._ordered = move
         return move
 
@@ -264,7 +278,7 @@ class ConversionGuard:
             return Refusal.NO_NEED
         if proposal.gain <= (0.0 if objective_missed else self.parameters.min_gain):
             return Refusal.SMALL_GAIN
-        self._ordered = proposal.move
+        self._order(proposal.move)
         return None
 
     def _timing(self, telemetry: Telemetry, move: Move, warm_needed: bool) -> Refusal | None:

@@ -232,8 +232,9 @@ class DualTimescale:
         legal = telemetry.legal_moves[cluster.planner.site.index]
         if not (legal[Move.PREFILL_TO_DECODE] or legal[Move.DECODE_TO_PREFILL]):
             return Move.NONE
-        if guard.empty(telemetry):
-            return guard.base_move(telemetry)
+        standing = guard.standing_order(telemetry)
+        if standing is not None:
+            return standing
         if not guard.warm or telemetry.time_s < cluster.next_long_s:
             return Move.NONE
         cluster.next_long_s = telemetry.time_s + self.parameters.long_period_s

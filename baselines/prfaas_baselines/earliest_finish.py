@@ -88,11 +88,12 @@ class EarliestFinishConversion:
         guard.observe(telemetry)
         if guard.warm:
             planner.remember(telemetry)
-        legal = telemetry.legal_moves[i]
         move = Move.NONE
+        legal = telemetry.legal_moves[i]
         if legal[Move.PREFILL_TO_DECODE] or legal[Move.DECODE_TO_PREFILL]:
-            if guard.empty(telemetry):
-                move = guard.base_move(telemetry)
+            standing = guard.standing_order(telemetry)
+            if standing is not None:
+                move = standing
             elif guard.warm and telemetry.time_s >= self._due_s[i]:
                 self._due_s[i] = telemetry.time_s + self.parameters.period_s
                 move = self._search(telemetry, guard, planner)
@@ -103,7 +104,8 @@ class EarliestFinishConversion:
     def _search(self, telemetry: Telemetry, guard: ConversionGuard, planner: Planner) -> Move:
         reading = planner.read(telemetry)
         best = planner.best(reading)
-        if best is None or best.n_prefill == reading.n_prefill:
+        present = reading.n_prefill in planner.splits(reading)  # not when a role has lost too many nodes
+        if best is None or not present or best.n_prefill == reading.n_prefill:
             return Move.NONE
         step = 1 if best.n_prefill > reading.n_prefill else -1
         move = Move.DECODE_TO_PREFILL if step > 0 else Move.PREFILL_TO_DECODE

@@ -161,7 +161,7 @@ class Planner:
     def remember(self, telemetry: Telemetry) -> None:
         """Keep the mean output length of finished requests while there is one."""
         pd = telemetry.pd[self.site.index]
-        if pd.output_valid > 0.5 and pd.output_tokens_mean > 0.0:
+        if pd.output_valid > 0.5 and pd.output_tokens_mean >= 1.0:
             self._output_tokens_mean = pd.output_tokens_mean
 
     def planned(self) -> Reading:

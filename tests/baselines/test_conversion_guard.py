@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prfaas_baselines.conversion_guard import (
     ConversionGuard,
     GuardParameters,
@@ -16,7 +17,6 @@ from prfaas_baselines.conversion_guard import (
     load_after_release,
     slo_reachable,
 )
-
 from prfaas_env.decision import Move
 from prfaas_env.scenarios.loader import load_scenario
 from prfaas_env.scenarios.models import Slo
@@ -247,7 +247,7 @@ def test_empty_system_returns_to_its_base_and_stays(see) -> None:
             decode, converting = decode + 1, 0
             continue
         assert g.empty(telemetry)
-        move = g.base_move(telemetry)
+        move = g.standing_order(telemetry)
         orders.append(move)
         if move is Move.PREFILL_TO_DECODE:
             prefill, converting = prefill - 1, 1
@@ -257,12 +257,12 @@ def test_empty_system_returns_to_its_base_and_stays(see) -> None:
     assert all(m is Move.NONE for m in orders[-100:])
 
 
-def test_base_move_needs_a_legal_move(see) -> None:
+def test_going_home_needs_a_legal_move(see) -> None:
     g = guard()
     telemetry = see(g, 600, prefill=2, decode=6)
-    assert g.base_move(telemetry) is Move.DECODE_TO_PREFILL
+    assert g.standing_order(telemetry) is Move.DECODE_TO_PREFILL
     telemetry.legal_moves = ((False, True, False),)
-    assert g.base_move(telemetry) is Move.NONE
+    assert g.standing_order(telemetry) is Move.NONE
 
 
 def test_a_conversion_before_the_first_look_counts(see) -> None:
@@ -271,3 +271,14 @@ def test_a_conversion_before_the_first_look_counts(see) -> None:
     assert g.check(see(g, 600, **fields), TO_DECODE) is Refusal.DWELL
     fields["since_conversion_s"] = 45.0
     assert g.check(see(g, 605, **fields), TO_DECODE) is None
+
+
+def test_a_role_below_its_floor_gets_a_node_at_once(see) -> None:
+    """All decode nodes failed in a busy system, in the middle of the dwell time."""
+    g = guard()
+    see(g, 5, lengths_valid=1.0)
+    busy = {"lengths_valid": 1.0, "decode_queue_requests": 50}
+    assert g.standing_order(see(g, 15, prefill=3, decode=0, **busy)) is Move.PREFILL_TO_DECODE
+    assert g.standing_order(see(g, 15, prefill=1, decode=0, **busy)) is None  # not legal: nothing to give
+    assert g.standing_order(see(g, 15, prefill=0, decode=5, **busy)) is Move.DECODE_TO_PREFILL
+    assert g.standing_order(see(g, 15, prefill=3, decode=5, **busy)) is None

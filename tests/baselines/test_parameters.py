@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from prfaas_baselines.dual_timescale import DualTimescale
 from prfaas_baselines.earliest_finish import EarliestFinishConversion
-
 from prfaas_env.base import PrfaasError
 from prfaas_env.policy import Policy, make_policy
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from prfaas_baselines.planning import Planner, PlanningParameters, prefill_limit_rps, sites_of
 
+from prfaas_baselines.planning import Planner, PlanningParameters, prefill_limit_rps, sites_of
 from prfaas_env.scenarios.loader import load_scenario
 
 PAPER = load_scenario("paper")
