@@ -18,7 +18,7 @@ from prfaas_env.decision import ActionCodec, ActionForm, Decision, Routing
 from prfaas_env.policy import Policy, PolicyContext, make_policy
 from prfaas_env.rewards import reward_terms
 from prfaas_env.scenarios import Scenario, load_scenario
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES, Snapshot
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.records import Totals
 from prfaas_env.simulator.run import EpisodeRun
@@ -36,11 +36,11 @@ RenderMode = Literal["rgb_array", "ansi", "human"]
 class EnvSnapshot:
     """Whole state of an env between two steps. Opaque; give it to `restore`."""
 
-    engine: Snapshot
+    engine: Any
     start: Totals | None
     tick: int
     clipped: int
-    reference: Snapshot | None
+    reference: Any
     reference_policy: Policy | None
     random_state: dict[str, Any]
 

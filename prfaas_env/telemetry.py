@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import deque
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache

@@ -21,7 +21,6 @@ from prfaas_env.workload.models import (
     Workload,
 )
 
-
 #: Most instances of one cluster and most clusters or links of one kind (event keys hold no more).
 MAX_INSTANCES = 16_000
 MAX_CLUSTERS = 120

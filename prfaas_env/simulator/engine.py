@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision
@@ -17,29 +16,15 @@ ENGINES: tuple[EngineName, ...] = ("compiled", "simpy")
 DEFAULT_ENGINE: EngineName = "simpy"
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionLog:
-    """A decision and the instant at which it came into force."""
-
-    time_ns: int
-    decision: Decision
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """State of an engine: its world, the instant, and the decisions that led there."""
-
-    world: World
-    time_ns: int
-    decisions: tuple[DecisionLog, ...]
-
-
 class Engine(Protocol):
     """One episode of one world."""
 
     name: str
     world: World
-    records: RequestRecords
+
+    @property
+    def records(self) -> RequestRecords:
+        """Per-request results so far."""
 
     @property
     def now_ns(self) -> int:
@@ -67,11 +52,11 @@ class Engine(Protocol):
     def totals(self) -> Totals:
         """Cumulative figures now."""
 
-    def snapshot(self) -> Snapshot:
-        """The whole state."""
+    def snapshot(self) -> Any:
+        """The whole state; it holds its world as `world` and is otherwise the engine's own."""
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot."""
+    def restore(self, snapshot: Any) -> None:
+        """Return to a snapshot of an engine of the same kind."""
 
 
 def make_engine(name: str, world: World) -> Engine:

@@ -15,19 +15,19 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 _PACKAGE = "prfaas_env"
 
 
-def _ours(value: Any) -> bool:
+def _ours(value: Any) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType) and value.__module__.split(".")[0] == _PACKAGE
 
 
-def closure(entries: Iterable[FunctionType]) -> list[FunctionType]:
+def closure(entries: Iterable[Callable[..., Any]]) -> list[FunctionType]:
     """The entries and all plain functions of ours that they call, directly or not, in a fixed order."""
     found: dict[str, FunctionType] = {}
-    waiting = list(entries)
+    waiting = [entry for entry in entries if _ours(entry)]
     while waiting:
         function = waiting.pop()
         name = f"{function.__module__}.{function.__qualname__}"
@@ -101,7 +101,7 @@ def cache_root() -> Path:
 
 
 def compile_functions(
-    entries: Iterable[FunctionType], out_of_line: frozenset[str] = frozenset()
+    entries: Iterable[Callable[..., Any]], out_of_line: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Callable[..., Any]], bool]:
     """Compiled twins of the entries by name, and whether they were compiled before (the cache is warm).
 
@@ -118,8 +118,8 @@ def compile_functions(
     entry_ids = {id(function) for function in entries}
     twins: dict[int, Callable[..., Any]] = {}
     namespaces: dict[str, dict[str, Any]] = {}
-    kept = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)
+    config: Any = numba.config
+    kept, config.CACHE_DIR = config.CACHE_DIR, str(folder)
     try:
         for function in functions:
             namespace = namespaces.setdefault(function.__module__, dict(function.__globals__))
@@ -130,15 +130,17 @@ def compile_functions(
             twin.__qualname__ = function.__qualname__
             is_entry = id(function) in entry_ids
             # every array is seven arguments or more: a call costs more than most bodies
-            twins[id(function)] = numba.njit(
-                cache=is_entry,
-                nogil=True,
-                error_model="numpy",
-                _nrt=False,
-                forceinline=not is_entry and function.__name__ not in out_of_line,
-            )(twin)
+            options: dict[str, Any] = {
+                "cache": is_entry,
+                "nogil": True,
+                "error_model": "numpy",
+                "forceinline": not is_entry and function.__name__ not in out_of_line,
+                # nothing here allocates; without it each array argument costs two atomic operations a call
+                "_nrt": False,
+            }
+            twins[id(function)] = numba.njit(**options)(twin)
     finally:
-        numba.config.CACHE_DIR = kept
+        config.CACHE_DIR = kept
     for namespace in namespaces.values():
         for name, value in list(namespace.items()):
             if id(value) in twins:

@@ -698,7 +698,8 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
         r = Z[I_of_flow(Z, k, best) + L.FL_REQUEST]
         F[real + L.KF_COMPLETED] += F[F_of_flow(Z, k, best) + L.FLF_BITS]
         remove_flow(Z, F, k, best)
-        push_handover(Z, P, r, now + latency_ns)
+        # a flow without bytes is over at once, but the request waits for its prefill
+        push_handover(Z, P, r, max(now, P[r, L.P_END]) + latency_ns)
     Z[link + L.K_NEXT_END] = NEVER_NS
     Z[link + L.K_DIRTY] = 1
 
@@ -1001,10 +1002,8 @@ def conversion_source(Z: IntArray, site: int, move: int) -> int:
         i = Z[L.O_INST] + inst * L.W_INST
         if Z[i + L.I_ROLE] != role or Z[i + L.I_PHASE] != ACTIVE:
             continue
-        if role == DECODE_ROLE:
-            key = Z[i + L.I_SEQUENCES]
-        else:
-            key = Z[i + L.I_END_NS] if Z[i + L.I_RUNNING] >= 0 else -1
+        busy_key = Z[i + L.I_END_NS] if Z[i + L.I_RUNNING] >= 0 else -1
+        key = Z[i + L.I_SEQUENCES] if role == DECODE_ROLE else busy_key
         if key < best_key:
             best = inst
             best_key = key

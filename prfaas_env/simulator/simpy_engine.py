@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
@@ -34,7 +35,6 @@ from prfaas_env.simulator.cluster import (
     fewest_sequences,
 )
 from prfaas_env.simulator.decode import FIRST, DecodeBatch, Sequence
-from prfaas_env.simulator.engine import DecisionLog, Snapshot
 from prfaas_env.simulator.events import Kind, event_key
 from prfaas_env.simulator.formulas import (
     BITS_PER_BYTE,
@@ -69,6 +69,23 @@ from prfaas_env.telemetry import (
 
 Process = Generator[simpy.Event, Any, None]
 _SETTLE_KEY = event_key(Kind.SETTLE)
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionLog:
+    """A decision and the instant at which it came into force."""
+
+    time_ns: int
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of an engine: its world, the instant, and the decisions that led there."""
+
+    world: World
+    time_ns: int
+    decisions: tuple[DecisionLog, ...]
 
 
 class _KeyedEvent(simpy.Event):
