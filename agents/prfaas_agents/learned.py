@@ -1,0 +1,115 @@
+"""A trained policy as a `prfaas_env.policy.Policy`: the same file in `simulate`, `compare` and anywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+from prfaas_agents.ppo import policy_kwargs
+from prfaas_agents.record import PolicyRecord, check_schema, read_record, resolve
+from prfaas_env.base import PrfaasError
+from prfaas_env.decision import Decision, Move
+from prfaas_env.policy import PolicyContext
+from prfaas_env.simulator.formulas import ns_from_s
+from prfaas_env.telemetry import Telemetry
+
+
+def load_network(file: Path, record: PolicyRecord) -> ActorCriticPolicy:
+    """The network of a Stable-Baselines3 file, from its plain weights alone: nothing pickled is run.
+
+    Raises:
+        PrfaasError: the file is not such a file, or its weights do not fit the record.
+    """
+    n = len(record.telemetry.names)
+    network = ActorCriticPolicy(
+        gym.spaces.Box(0.0, 1.0, shape=(n,), dtype=np.float32),
+        record.action.codec().space(),
+        lambda _: 0.0,
+        **policy_kwargs(record.hidden),
+    )
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open("policy.pth") as weights:
+            state = torch.load(weights, map_location="cpu", weights_only=True)
+        network.load_state_dict(state)
+    except Exception as error:  # a broken file makes each reader raise something of its own
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PrfaasError(f"{file}: is not the policy that its record describes: {first}") from None
+    network.set_training_mode(False)
+    return network
+
+
+class LearnedPolicy:
+    """A trained policy, deterministic.
+
+    It decides every `decision_interval_s` that it was trained with and holds its routing between; a move is
+    ordered once. A move that is not legal now becomes none.
+
+    Args:
+        path: `policy.zip` of a training run, or the folder that holds it.
+
+    Raises:
+        PrfaasError: no such file, a file that does not fit its record; in `reset`: other telemetry than the
+            policy was trained on (the fields are named), or a control interval that does not divide its own.
+    """
+
+    constant = False
+    learned = True
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        if path is None:
+            raise PrfaasError("policy 'ppo': name its file: ppo:path=FOLDER/policy.zip")
+        self.file = resolve(str(path))
+        self.record = read_record(self.file)
+        self._network = load_network(self.file, self.record)
+        self._codec = self.record.action.codec()
+        self._interval_ns = ns_from_s(self.record.decision_interval_s)
+        self._period = -1
+        self._held = Decision(())
+
+    @property
+    def fingerprint(self) -> str:
+        """12 hex digits of the weights' file."""
+        return self.record.weights_sha256[:12]
+
+    @property
+    def seen_seeds(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of the episode seeds that it was trained or chosen on."""
+        return tuple(self.record.seed_ranges.values())
+
+    @property
+    def seen_slices(self) -> tuple[tuple[str, float, float], ...]:
+        """(file, first second, last second) of the traces that it was trained on."""
+        return tuple(t.slice for t in self.record.trained_on if t.slice is not None)
+
+    def reset(self, context: PolicyContext) -> None:
+        """Start an episode; refuses a deployment that it does not fit."""
+        check_schema(self.record, context.schema, self.file)
+        control_ns = ns_from_s(context.scenario.control.control_interval_s)
+        if self._interval_ns % control_ns:
+            raise PrfaasError(
+                f"policy {self.file}: decides every {self.record.decision_interval_s:g} s; the scenario's "
+                f"control_interval_s {context.scenario.control.control_interval_s:g} does not divide that"
+            )
+        self._period = -1
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        """A new decision at the start of each interval of its own, the held one in between."""
+        period = telemetry.time_ns // self._interval_ns
+        if period == self._period:
+            return self._held
+        self._period = period
+        action, _ = self._network.predict(telemetry.encode(), deterministic=True)
+        decided = self._codec.decode(action)
+        self._held = Decision(tuple(dataclasses.replace(c, move=Move.NONE) for c in decided.clusters))
+        return Decision(
+            tuple(
+                cluster if telemetry.legal_moves[i][cluster.move] else held
+                for i, (cluster, held) in enumerate(zip(decided.clusters, self._held.clusters, strict=True))
+            )
+        )

@@ -1,0 +1,156 @@
+"""PPO of Stable-Baselines3 that starts as "no change": earliest finish without conversions.
+
+Observation values lie in [0, 1], but many of them move in a small part of it (3 or 5 instances of up to 10,000, on a
+log scale). The network therefore begins with a fixed scaling per field, measured once before learning and then part
+of the weights: there are no running statistics that could be lost or differ between training and use.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3 import PPO
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecEnv
+
+from prfaas_agents.record import POLICY_FILE, RECORD_FILE, PolicyRecord, file_sha256
+from prfaas_agents.settings import PpoSettings
+from prfaas_env.base import write_whole
+from prfaas_env.decision import N_MOVES, ActionCodec
+
+#: Smallest spread that a field is scaled by, and largest scaled value.
+MIN_SPREAD = 0.01
+MAX_SCALED = 10.0
+
+
+class FixedScaling(BaseFeaturesExtractor):
+    """(observation - shift) * gain per field, clipped to -10..10. Both are buffers, saved with the weights."""
+
+    shift: torch.Tensor
+    gain: torch.Tensor
+
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        n = gym.spaces.utils.flatdim(observation_space)
+        super().__init__(observation_space, features_dim=n)
+        self.register_buffer("shift", torch.zeros(n))
+        self.register_buffer("gain", torch.ones(n))
+
+    def fit(self, observations: NDArray[np.float32]) -> None:
+        """Take mean and spread per field from observations, shape (samples, fields)."""
+        spread = np.maximum(observations.std(axis=0), MIN_SPREAD)
+        with torch.no_grad():
+            self.shift.copy_(torch.as_tensor(observations.mean(axis=0)))
+            self.gain.copy_(torch.as_tensor(1.0 / spread))
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        """Scaled observations, same shape."""
+        return torch.clamp((observations - self.shift) * self.gain, -MAX_SCALED, MAX_SCALED)
+
+
+def policy_kwargs(hidden: tuple[int, ...]) -> dict[str, Any]:
+    """Network of `MlpPolicy`: fixed scaling, then `hidden` tanh layers for actor and critic each."""
+    return {
+        "net_arch": list(hidden),
+        "activation_fn": torch.nn.Tanh,
+        "features_extractor_class": FixedScaling,
+    }
+
+
+def fit_scaling(model: PPO, steps: int) -> None:
+    """Measure the scaling of the model's network: play its own (first) policy for `steps` steps of its vec env."""
+    env = model.get_env()
+    assert env is not None
+    scaling = model.policy.features_extractor
+    assert isinstance(scaling, FixedScaling)
+    seen = [env.reset()]
+    for _ in range(steps):
+        actions, _ = model.predict(seen[-1], deterministic=False)  # type: ignore[arg-type]
+        seen.append(env.step(actions)[0])
+    scaling.fit(np.concatenate(seen))  # type: ignore[arg-type]
+
+
+def make_ppo(vec_env: VecEnv, codec: ActionCodec, settings: PpoSettings, seed: int) -> PPO:
+    """A PPO whose first policy is "no change" (see `start_neutral`). One torch thread: the network is small.
+
+    Args:
+        vec_env: envs with the codec's action space.
+        codec: action codec, of the discrete form.
+        settings: hyper-parameters.
+        seed: seed of the weights, of action sampling and of the envs.
+    """
+    torch.set_num_threads(1)
+    model = PPO(
+        "MlpPolicy",
+        vec_env,
+        learning_rate=settings.learning_rate,
+        n_steps=settings.n_steps,
+        batch_size=settings.batch_size,
+        n_epochs=settings.n_epochs,
+        gamma=settings.gamma,
+        gae_lambda=settings.gae_lambda,
+        clip_range=settings.clip_range,
+        ent_coef=settings.ent_coef,
+        vf_coef=settings.vf_coef,
+        max_grad_norm=settings.max_grad_norm,
+        target_kl=settings.target_kl,
+        policy_kwargs=policy_kwargs(settings.hidden),
+        seed=seed,
+        device="cpu",
+    )
+    start_neutral(model, codec, settings.neutral_routing, settings.neutral_move)
+    return model
+
+
+def start_neutral(model: PPO, codec: ActionCodec, p_routing: float, p_move: float) -> None:
+    """Bias the action logits so that the neutral action has these probabilities in every state (nearly).
+
+    The output weights of a fresh network are small (gain 0.01), so the bias decides: the deterministic policy is
+    exactly the neutral action. A part with n choices gets the bias log(p (n - 1) / (1 - p)).
+
+    Raises:
+        ValueError: the continuous form, which has no logits.
+    """
+    if codec.form != "discrete":
+        raise ValueError("the neutral start needs the discrete action form")
+    neutral = codec.neutral()
+    part = 0
+    with torch.no_grad():
+        bias = model.policy.action_net.bias  # type: ignore[union-attr]
+        bias.zero_()  # type: ignore[operator]
+        for k, n in enumerate([len(codec.grid), N_MOVES] * codec.n_pd):
+            p = p_routing if k % 2 == 0 else p_move
+            bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))  # type: ignore[index, operator]
+            part += n
+
+
+def action_probabilities(model: PPO, observation: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Probabilities of each action part at one observation, in the order of the action."""
+    with torch.no_grad():
+        tensor, _ = model.policy.obs_to_tensor(observation)
+        distribution = model.policy.get_distribution(tensor)  # type: ignore[arg-type]
+    parts: Any = distribution.distribution
+    return [part.probs.numpy()[0] for part in parts]
+
+
+def save_policy(model: PPO, record: PolicyRecord, folder: Path) -> Path:
+    """Write `policy.zip` (Stable-Baselines3) and `policy.json` into a folder, each whole or not at all.
+
+    `record.weights_sha256` is filled in here.
+
+    Returns:
+        The path of `policy.zip`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / POLICY_FILE
+    temporary = folder / f".{POLICY_FILE}.tmp.zip"
+    model.save(temporary)
+    done = record.model_copy(update={"weights_sha256": file_sha256(temporary)})
+    temporary.replace(file)
+    write_whole(folder / RECORD_FILE, done.model_dump_json(indent=2) + "\n")
+    return file

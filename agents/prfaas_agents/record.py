@@ -1,0 +1,149 @@
+"""What is written beside the weights of a policy, and the checks before they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from prfaas_env.base import Frozen, PrfaasError, first_error
+from prfaas_env.decision import ActionCodec, ActionForm, Routing
+from prfaas_env.telemetry import SCHEMA_VERSION, Field, TelemetrySchema
+
+POLICY_FILE = "policy.zip"
+RECORD_FILE = "policy.json"
+
+
+class FieldRecord(Frozen):
+    """One telemetry field as it was when the policy was trained."""
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    scale: Literal["linear", "log", "symlog"]
+    doc: str
+    scale_at: float
+    flag: str | None
+
+
+class TelemetryRecord(Frozen):
+    """The observation that the policy was trained on."""
+
+    version: int
+    hash: str
+    n_pd: int
+    n_prfaas: int
+    n_links: int
+    names: tuple[str, ...]
+    fields: tuple[FieldRecord, ...]
+
+    @classmethod
+    def of(cls, schema: TelemetrySchema) -> TelemetryRecord:
+        """Record of a schema."""
+        return cls(
+            version=SCHEMA_VERSION,
+            hash=schema.hash,
+            n_pd=schema.n_pd,
+            n_prfaas=schema.n_prfaas,
+            n_links=schema.n_links,
+            names=schema.names,
+            fields=tuple(FieldRecord(**dataclasses.asdict(f)) for f in schema.fields),
+        )
+
+    def schema(self) -> TelemetrySchema:
+        """The schema as it was then, which this version of the code may no longer make."""
+        then = TelemetrySchema(self.n_pd, self.n_prfaas, self.n_links)
+        # Names and fields are cached properties: what is stored under their names is what they give.
+        then.__dict__["names"] = self.names
+        then.__dict__["fields"] = tuple(Field(**f.model_dump()) for f in self.fields)
+        return then
+
+
+class CodecRecord(Frozen):
+    """How actions become decisions."""
+
+    n_pd: int
+    routing: Routing
+    form: ActionForm
+
+    def codec(self) -> ActionCodec:
+        """The codec."""
+        return ActionCodec(self.n_pd, self.routing, self.form)
+
+
+class TrainedOn(Frozen):
+    """A scenario of the training."""
+
+    name: str
+    hash: str
+    weight: float
+    slice: tuple[str, float, float] | None = None
+    """(file, first second, last second) of the trace that it replays."""
+
+
+class PolicyRecord(Frozen):
+    """`policy.json`: everything that `policy.zip` does not say about itself."""
+
+    format: Literal[1] = 1
+    algorithm: Literal["ppo"] = "ppo"
+    telemetry: TelemetryRecord
+    action: CodecRecord
+    decision_interval_s: float
+    hidden: tuple[int, ...]
+    weights_sha256: str
+    steps: int
+    reward: str
+    trained_on: tuple[TrainedOn, ...]
+    training_seed: int
+    seed_ranges: dict[str, tuple[int, int]]
+    """[first, end) of the episode seeds by purpose."""
+    validation: dict[str, Any]
+    versions: dict[str, str]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def resolve(path: str | Path) -> Path:
+    """The policy file of a path that is either that file or its folder; PrfaasError when there is none."""
+    given = Path(path)
+    file = given / POLICY_FILE if given.is_dir() else given
+    if not file.is_file():
+        raise PrfaasError(f"policy file {file}: not found; give FOLDER/{POLICY_FILE} of a training run")
+    return file
+
+
+def read_record(file: Path) -> PolicyRecord:
+    """The record beside a policy file; PrfaasError with the fault in one line."""
+    beside = file.with_suffix(".json")
+    try:
+        raw = json.loads(beside.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PrfaasError(
+            f"{beside}: cannot be read: {error.strerror}; it belongs beside {file.name}"
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PrfaasError(f"{beside}: is not JSON: {error}") from None
+    try:
+        record = PolicyRecord.model_validate(raw)
+    except ValidationError as error:
+        raise first_error(error, str(beside)) from None
+    if file_sha256(file) != record.weights_sha256:
+        raise PrfaasError(f"{file}: is not the file that {beside.name} beside it describes")
+    return record
+
+
+def check_schema(record: PolicyRecord, schema: TelemetrySchema, file: Path) -> None:
+    """Refuse a policy that was trained on another observation; the message names the fields."""
+    difference = schema.difference(record.telemetry.schema())
+    if difference:
+        raise PrfaasError(
+            f"policy {file}: trained on other telemetry than this deployment and version give: {difference}"
+        )

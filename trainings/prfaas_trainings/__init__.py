@@ -1,0 +1,1 @@
+"""Train, compare and demonstrate schedulers. `prfaas train`, `prfaas compare` and `prfaas demo` live here."""

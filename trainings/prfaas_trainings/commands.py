@@ -1,0 +1,188 @@
+"""`prfaas train`, `prfaas compare`, `prfaas demo`. Heavy packages are loaded when a command runs, not before."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+
+#: Packages of the `train` extra that a command may need.
+_LEARNING = ("torch", "stable_baselines3", "tensorboard")
+_DRAWING = ("matplotlib",)
+
+
+def _need(packages: tuple[str, ...], what: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PrfaasError(f"{what} needs {', '.join(missing)}: pip install 'prfaas-env[train]'")
+
+
+def compare(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", "-s", help="Shipped scenario or path of a YAML file; may be repeated."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help="POLICY[:key=value,...][@DEPLOYMENT]; may be repeated. Default: every rule.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of episode seeds.")] = 20,
+    first_seed: Annotated[
+        int | None, typer.Option(help="First episode seed; default the first one of the split.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="What the seeds are for: test, validation or training.")
+    ] = "test",
+    reference: Annotated[
+        str | None, typer.Option(help="Policy that differences are taken from; default the first.")
+    ] = None,
+    deployments: Annotated[
+        bool, typer.Option("--deployments", help="Add never@homogeneous and always@naive.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="field.path=value for every scenario; may be repeated."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write results.csv, metrics.json and plots to this folder.")
+    ] = None,
+    timeline: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy in the timeline plot; may be repeated. Default: learned, best rule, reference."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier comparison in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+) -> None:
+    """Run policies on the same seeds: figures, paired differences with intervals, who loses to whom."""
+    from prfaas_env.scenarios import load_scenario
+    from prfaas_trainings import compare as comparing
+    from prfaas_trainings import results, tables
+    from prfaas_trainings.episodes import default_jobs, episode_runner
+    from prfaas_trainings.progress import progress_bar
+    from prfaas_trainings.seeds import Split, seeds_of
+
+    if engine not in ENGINES:
+        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    if out is None and timeline:
+        raise PrfaasError("--timeline needs --out")
+    chosen = seeds_of(split, first_seed, seeds)
+    named: Split = split  # type: ignore[assignment]
+    scenarios = [load_scenario(name, overrides=overrides or ()) for name in scenario or ["paper"]]
+    rows = comparing.rows_of(policy or [], deployments)
+    if out is not None:
+        _need(_DRAWING, "--out with its plots")
+        results.check_out(out, force)
+    n_jobs = min(jobs or default_jobs(), len(scenarios) * len(rows) * len(chosen))
+    with episode_runner(n_jobs) as runner:
+        with progress_bar("episodes", len(scenarios) * len(rows) * len(chosen)) as advance:
+            comparison = comparing.compare(
+                scenarios,
+                rows,
+                seeds=chosen,
+                split=named,
+                runner=runner,
+                reference=reference,
+                engine=engine,
+                on_done=advance,
+            )
+        if out is not None:
+            picked = comparing.timeline_rows(comparison, timeline or ())
+            with progress_bar("timelines", len(scenarios) * len(picked)) as advance:
+                timelines = comparing.run_timelines(comparison, picked, runner, advance)
+            results.write_comparison(comparison, timelines, out)
+    if as_json:
+        typer.echo(comparison.json_text(), nl=False)
+    else:
+        console = tables.console_for_tables()
+        tables.show(comparison, console)
+        if out is not None:
+            console.print(f"written to {out}", highlight=False, markup=False)
+
+
+def train(
+    config: Annotated[
+        str, typer.Option("--config", "-c", help="Shipped training or path of a YAML file.")
+    ] = "drift",
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-seedSEED.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop after this time, validation included; overrides the configuration."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many decisions; overrides the configuration.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights, actions and episodes.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="field.path=value of the configuration; may be repeated."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes for the validation; default the cores.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier run in --out.")] = False,
+) -> None:
+    """Train a policy with PPO; the best one by validation seeds is kept as policy.zip."""
+    _need(_LEARNING, "train")
+    from prfaas_trainings import training
+    from prfaas_trainings.config import load_config
+    from prfaas_trainings.episodes import episode_runner
+
+    given = [*(overrides or ())]
+    for name, value in (("minutes", minutes), ("total_steps", steps), ("seed", seed)):
+        if value is not None:
+            given.append(f"{name}={value!r}")
+    if minutes is not None and steps is None:
+        given.append("total_steps=null")
+    if steps is not None and minutes is None:
+        given.append("minutes=null")
+    loaded = load_config(config, given)
+    folder = out if out is not None else Path("runs") / f"{loaded.name}-seed{loaded.seed}"
+    training.check_out(folder, force)
+    with episode_runner(jobs or training.default_runner_jobs(loaded)) as runner:
+        result = training.train(loaded, folder, runner=runner, force=force)
+    typer.echo(
+        f"{result.stopped} at step {result.steps:,}; kept the policy of step {result.best.steps:,}: "
+        f"{training.describe(result.best)}"
+    )
+    typer.echo(f"policy: {result.policy}   (prfaas compare --policy ppo:path={result.policy})")
+    typer.echo(f"curves: tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results; an earlier demonstration is replaced.")
+    ] = Path("runs/demo"),
+    minutes: Annotated[float, typer.Option(help="Time to learn, validation included.")] = 4.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds instead of minutes: shows that everything runs.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
+    ] = None,
+) -> None:
+    """Replay a real trace, learn for a few minutes, compare on data that nobody has seen."""
+    _need((*_LEARNING, *_DRAWING), "demo")
+    from prfaas_trainings import demo as demonstration
+    from prfaas_trainings import tables
+    from prfaas_trainings.episodes import default_jobs
+
+    if not minutes > 0:
+        raise PrfaasError(f"--minutes must be above 0, found {minutes:g}")
+    plan = demonstration.demo_plan(minutes, quick)
+    n_jobs = jobs if jobs is not None else 1 if quick else default_jobs()
+    demonstration.run_demo(out, plan, n_jobs, tables.console_for_tables())

@@ -1,0 +1,488 @@
+"""Policies against each other on the same seeds: paired differences with intervals, and who loses to whom."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prfaas_env import __version__
+from prfaas_env.base import PrfaasError
+from prfaas_env.policy import PolicyContext
+from prfaas_env.scenarios import Scenario
+from prfaas_env.simulator.engine import DEFAULT_ENGINE
+from prfaas_env.simulator.world import scenario_schema
+from prfaas_env.workload.models import TraceWorkload
+from prfaas_trainings.episodes import (
+    FIGURE_NAMES,
+    EpisodeRunner,
+    FloatArray,
+    Job,
+    Outcome,
+    Row,
+    is_learned,
+    is_trace,
+    parse_row,
+    policy_hash,
+    warm_up,
+)
+from prfaas_trainings.seeds import Split, overlap
+from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval, block_interval, seed_interval
+
+#: What a comparison holds when no policy is named.
+DEFAULT_POLICIES = (
+    "never@homogeneous",
+    "always@naive",
+    "static",
+    "dual_timescale",
+    "earliest_finish",
+    "earliest_finish_conversion",
+)
+#: The paper's other two deployments, with their trivial policies.
+DEPLOYMENT_ROWS = DEFAULT_POLICIES[:2]
+#: Most policies in the timeline plot.
+MAX_TIMELINES = 4
+
+HOW_AVERAGED = (
+    "TTFT figures are means over seeds of each episode's figure; open requests count at their present age."
+)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, this package, NumPy, Gymnasium, SimPy and further packages."""
+    names = ("numpy", "gymnasium", "simpy", *packages)
+    return {
+        "python": platform.python_version(),
+        "prfaas-env": __version__,
+        **{name: metadata.version(name) for name in names},
+    }
+
+
+def replayed_slice(scenario: Scenario) -> tuple[str, float, float] | None:
+    """(file, first second, last second) of the trace that an episode replays, or None without a trace."""
+    workload = scenario.workload
+    if not isinstance(workload, TraceWorkload):
+        return None
+    last_s = workload.start_s + scenario.measure.horizon_s * workload.speed
+    end_s = last_s if workload.end_s is None else min(workload.end_s, last_s)
+    file = workload.file if workload.file.startswith("bundled:") else str(Path(workload.file).resolve())
+    return file, workload.start_s, end_s
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """What the comparison knows of a row's policy before it runs."""
+
+    learned: bool
+    hash: str
+    seen_seeds: tuple[tuple[int, int], ...]
+    seen_slices: tuple[tuple[str, float, float], ...]
+
+
+def _facts(row: Row, scenarios: Sequence[Scenario]) -> PolicyFacts:
+    """Make the policy once; a learned one must also accept every scenario."""
+    policy = row.make()
+    if is_learned(policy):
+        for scenario in scenarios:
+            own = row.scenario(scenario)
+            policy.reset(PolicyContext(own, scenario_schema(own), 0))
+    return PolicyFacts(
+        is_learned(policy),
+        policy_hash(policy, row.spec),
+        tuple(getattr(policy, "seen_seeds", ())),
+        tuple(getattr(policy, "seen_slices", ())),
+    )
+
+
+def _check_unseen(row: Row, facts: PolicyFacts, scenarios: Sequence[Scenario], seeds: range) -> None:
+    """A test must not use what a policy was trained or chosen on."""
+    seed = overlap(seeds, facts.seen_seeds)
+    if seed is not None:
+        raise PrfaasError(
+            f"policy {row.label}: seed {seed:,} was used to train or choose it; take other seeds, or say "
+            "--split training or validation"
+        )
+    for scenario in scenarios:
+        mine = replayed_slice(row.scenario(scenario))
+        for file, start_s, end_s in facts.seen_slices if mine else ():
+            if mine and mine[0] == file and mine[1] < end_s and start_s < mine[2]:
+                raise PrfaasError(
+                    f"policy {row.label}: was trained on seconds {start_s:g} to {end_s:g} of the trace that "
+                    f"scenario {scenario.name} replays from {mine[1]:g} to {mine[2]:g} s; set "
+                    "workload.start_s, or say --split training"
+                )
+
+
+def rows_of(policies: Sequence[str], deployments: bool) -> tuple[Row, ...]:
+    """Rows of `--policy` and `--deployments`; PrfaasError for a row given twice."""
+    texts = list(policies) or list(DEFAULT_POLICIES)
+    if deployments:
+        texts = [t for t in DEPLOYMENT_ROWS if t not in texts] + texts
+    for text, count in Counter(texts).items():
+        if count > 1:
+            raise PrfaasError(f"--policy {text!r} is given {count} times")
+    return tuple(parse_row(text) for text in texts)
+
+
+def labels_of(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
+    """One label per scenario: its name, with the hash where two share a name."""
+    names = Counter(s.name for s in scenarios)
+    labels = tuple(s.name if names[s.name] == 1 else f"{s.name}-{s.hash}" for s in scenarios)
+    if len(set(labels)) < len(labels):
+        raise PrfaasError("--scenario: the same scenario is given twice")
+    return labels
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a learned policy does against one rule on one scenario: its mean TTFT minus the rule's, in seconds."""
+
+    scenario: str
+    policy: str
+    rule: str
+    difference: Interval
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outcomes of every policy on every scenario and seed, and what follows from them."""
+
+    scenarios: tuple[Scenario, ...]
+    labels: tuple[str, ...]
+    rows: tuple[Row, ...]
+    facts: tuple[PolicyFacts, ...]
+    seeds: range
+    split: Split
+    engine: str
+    reference: int
+    outcomes: dict[tuple[int, int], tuple[Outcome, ...]]
+    """(scenario, row) to one outcome per seed."""
+
+    def values(self, scenario: int, row: int, figure: str) -> FloatArray:
+        """A figure per seed, NaN where it does not exist, shape (seeds,)."""
+        found = [outcome.figures[figure] for outcome in self.outcomes[scenario, row]]
+        return np.array([math.nan if v is None else v for v in found])
+
+    def own(self, scenario: int, row: int, figure: str) -> Interval:
+        """Mean of a figure with its interval."""
+        if is_trace(self.scenarios[scenario]):
+            if figure == "ttft_mean_s":
+                return self._blocks(
+                    scenario, [outcome.ttft_s for outcome in self.outcomes[scenario, row]], row
+                )
+            return _without_limits(self.values(scenario, row, figure))
+        values = self.values(scenario, row, figure)
+        return seed_interval(values[np.isfinite(values)])
+
+    def difference(self, scenario: int, row: int, other: int, figure: str) -> Interval:
+        """Paired difference of a figure, row minus other, with its interval.
+
+        On a trace the TTFT of each request is paired (those that both accept) and blocks of arrival time are
+        drawn; other figures have no interval there, since one trace is one sample.
+        """
+        if is_trace(self.scenarios[scenario]):
+            if figure == "ttft_mean_s":
+                pairs = zip(self.outcomes[scenario, row], self.outcomes[scenario, other], strict=True)
+                return self._blocks(scenario, [a.ttft_s - b.ttft_s for a, b in pairs], row)  # type: ignore[operator]
+            return _without_limits(self._paired(scenario, row, other, figure))
+        return seed_interval(self._paired(scenario, row, other, figure))
+
+    def _paired(self, scenario: int, row: int, other: int, figure: str) -> FloatArray:
+        values = self.values(scenario, row, figure) - self.values(scenario, other, figure)
+        return values[np.isfinite(values)]
+
+    def _blocks(self, scenario: int, per_seed: Sequence[FloatArray | None], row: int) -> Interval:
+        arrival_s: list[FloatArray] = []
+        values: list[FloatArray] = []
+        for outcome, found in zip(self.outcomes[scenario, row], per_seed, strict=True):
+            assert found is not None
+            assert outcome.arrival_s is not None
+            there = ~np.isnan(found)
+            arrival_s.append(outcome.arrival_s[there])
+            values.append(found[there])
+        span_s = max((float(a[-1]) for a in arrival_s if len(a)), default=0.0)
+        return block_interval(np.concatenate(arrival_s), np.concatenate(values), span_s)
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every learned policy against every rule on the same hardware, scenario by scenario."""
+        return tuple(
+            Verdict(self.labels[s], row.label, rule.label, self.difference(s, r, k, "ttft_mean_s"))
+            for s in range(len(self.scenarios))
+            for r, row in enumerate(self.rows)
+            if self.facts[r].learned
+            for k, rule in enumerate(self.rows)
+            if not self.facts[k].learned and rule.deployment == row.deployment
+        )
+
+    def lines(self) -> list[str]:
+        """Plain lines: what each learned policy loses, wins, and leaves open on each scenario."""
+        out = []
+        pairs = dict.fromkeys((v.scenario, v.policy) for v in self.verdicts)
+        for scenario, policy in pairs:
+            mine = [v for v in self.verdicts if (v.scenario, v.policy) == (scenario, policy)]
+            for sign, word in ((1, "loses to"), (-1, "wins against"), (0, "cannot be told from")):
+                told = sorted(
+                    (v for v in mine if v.difference.sign == sign), key=lambda v: -v.difference.mean
+                )
+                if told:
+                    against = "; ".join(f"{v.rule} {_by(v.difference)}" for v in told)
+                    out.append(f"{scenario}: {policy} {word} {against} (mean TTFT, 95% interval)")
+        return out
+
+    def warnings(self, scenario: int, row: int) -> Counter[str]:
+        """Warnings of the episodes with the number of seeds that gave them."""
+        return Counter(w for outcome in self.outcomes[scenario, row] for w in outcome.warnings)
+
+    def best_rule(self, scenario: int) -> int | None:
+        """Row of the rule on the scenario's own hardware with the lowest mean TTFT, or None without any."""
+        own = [k for k, row in enumerate(self.rows) if not self.facts[k].learned and row.deployment is None]
+        return min(own, key=lambda k: _nan_last(self.values(scenario, k, "ttft_mean_s")), default=None)
+
+    def summary(self) -> dict[str, Any]:
+        """`metrics.json` as a mapping: every number finite or null."""
+        extra = ["torch", "stable-baselines3"] if any(f.learned for f in self.facts) else []
+        rows = [
+            {
+                "label": row.label,
+                "policy": row.spec,
+                "policy_hash": facts.hash,
+                "learned": facts.learned,
+                "deployment": row.deployment,
+            }
+            for row, facts in zip(self.rows, self.facts, strict=True)
+        ]
+        return {
+            "command": "prfaas compare",
+            "versions": versions(*extra),
+            "engine": self.engine,
+            "split": self.split,
+            "seeds": {"first": self.seeds.start, "count": len(self.seeds)},
+            "reference": self.rows[self.reference].label,
+            "intervals": {
+                "confidence": CONFIDENCE,
+                "resamples": RESAMPLES,
+                "seeds": "studentised bootstrap over seeds of the paired differences",
+                "blocks": "moving blocks of 60 s over the arrival time of one replayed trace",
+            },
+            "how_averaged": HOW_AVERAGED,
+            "rows": rows,
+            "scenarios": [self._scenario_summary(s) for s in range(len(self.scenarios))],
+            "lines": self.lines(),
+        }
+
+    def _scenario_summary(self, s: int) -> dict[str, Any]:
+        results = {}
+        for r, row in enumerate(self.rows):
+            results[row.label] = {
+                "scenario_hash": row.scenario(self.scenarios[s]).hash,
+                "figures": {name: _json(self.own(s, r, name)) for name in FIGURE_NAMES},
+                "difference_to_reference": {
+                    name: _json(self.difference(s, r, self.reference, name)) for name in FIGURE_NAMES
+                },
+                "warnings": dict(self.warnings(s, r)),
+            }
+        notes = dict.fromkeys(n for r in range(len(self.rows)) for o in self.outcomes[s, r] for n in o.notes)
+        return {
+            "label": self.labels[s],
+            "hash": self.scenarios[s].hash,
+            "trace": is_trace(self.scenarios[s]),
+            "notes": list(notes),
+            "results": results,
+            "learned_minus_rule_ttft_mean_s": [
+                {"policy": v.policy, "rule": v.rule, **_json(v.difference)}
+                for v in self.verdicts
+                if v.scenario == self.labels[s]
+            ],
+        }
+
+    def json_text(self) -> str:
+        """Text of `metrics.json`."""
+        return json.dumps(self.summary(), indent=2, allow_nan=False) + "\n"
+
+    def csv_text(self) -> str:
+        """Text of `results.csv`: one line per scenario, policy and seed; a figure that does not exist is empty."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(CSV_COLUMNS)
+        for s, label in enumerate(self.labels):
+            for r, row in enumerate(self.rows):
+                scenario_hash = row.scenario(self.scenarios[s]).hash
+                for seed, outcome in zip(self.seeds, self.outcomes[s, r], strict=True):
+                    figures = [outcome.figures[name] for name in FIGURE_NAMES]
+                    writer.writerow(
+                        (
+                            label,
+                            scenario_hash,
+                            row.label,
+                            row.deployment or "",
+                            self.facts[r].hash,
+                            self.split,
+                            seed,
+                            outcome.arrivals_hash,
+                            *("" if v is None else repr(v) for v in figures),
+                            "; ".join(outcome.warnings),
+                        )
+                    )
+        return out.getvalue()
+
+
+CSV_COLUMNS = (
+    "scenario",
+    "scenario_hash",
+    "policy",
+    "deployment",
+    "policy_hash",
+    "split",
+    "seed",
+    "arrivals_hash",
+    *FIGURE_NAMES,
+    "warnings",
+)
+
+
+def _without_limits(values: FloatArray) -> Interval:
+    finite = values[np.isfinite(values)]
+    return Interval(float(finite.mean()) if len(finite) else math.nan, None, None, len(finite), "seeds")
+
+
+def _json(interval: Interval) -> dict[str, Any]:
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in interval.as_json().items()
+    }
+
+
+def _nan_last(values: FloatArray) -> float:
+    mean = float(np.mean(values))
+    return math.inf if math.isnan(mean) else mean
+
+
+def _by(difference: Interval) -> str:
+    if difference.low is None or difference.high is None:
+        return f"by {difference.mean:+.2f} s (too few samples for an interval)"
+    return f"by {difference.mean:+.2f} s [{difference.low:+.2f}, {difference.high:+.2f}]"
+
+
+def compare(
+    scenarios: Sequence[Scenario],
+    rows: Sequence[Row],
+    *,
+    seeds: range,
+    split: Split,
+    runner: EpisodeRunner,
+    reference: str | None = None,
+    engine: str = DEFAULT_ENGINE,
+    on_done: Callable[[], None] | None = None,
+) -> Comparison:
+    """Run every row on every scenario with the same seeds.
+
+    Args:
+        scenarios: each gives one table.
+        rows: policies, the first one being the reference unless `reference` names another.
+        seeds: episode seeds, all of `split` (see `seeds_of`).
+        split: what the seeds are for; on test seeds nothing a policy was trained or chosen on is allowed.
+        runner: processes to run in.
+        reference: label of the row that differences are taken from.
+        engine: engine name.
+        on_done: called after each of `len(scenarios) * len(rows) * len(seeds)` episodes.
+
+    Raises:
+        PrfaasError: an unknown reference, seeds or trace seconds that a policy has seen, a policy that does not
+            fit a scenario.
+    """
+    if not len(seeds):
+        raise PrfaasError("--seeds must be 1 or more")
+    names = [row.label for row in rows]
+    if reference is not None and reference not in names:
+        raise PrfaasError(f"--reference {reference!r} is not among the policies: {', '.join(names)}")
+    labels = labels_of(scenarios)
+    facts = tuple(_facts(row, scenarios) for row in rows)
+    if split == "test":
+        for row, known in zip(rows, facts, strict=True):
+            _check_unseen(row, known, scenarios, seeds)
+    warm_up(scenarios[0], engine)
+    keys, jobs = [], []
+    for s, scenario in enumerate(scenarios):
+        placed = [row.scenario(scenario) for row in rows]
+        for seed in seeds:
+            for r, row in enumerate(rows):
+                keys.append((s, r))
+                jobs.append(Job(placed[r], row, seed, engine, per_request=is_trace(scenario)))
+    grouped: dict[tuple[int, int], list[Outcome]] = {}
+    for key, outcome in zip(keys, runner.run(jobs, on_done), strict=True):
+        grouped.setdefault(key, []).append(outcome)
+    _check_paired(labels, seeds, grouped)
+    return Comparison(
+        scenarios=tuple(scenarios),
+        labels=labels,
+        rows=tuple(rows),
+        facts=facts,
+        seeds=seeds,
+        split=split,
+        engine=engine,
+        reference=0 if reference is None else names.index(reference),
+        outcomes={key: tuple(found) for key, found in grouped.items()},
+    )
+
+
+def _check_paired(labels: Sequence[str], seeds: range, grouped: dict[tuple[int, int], list[Outcome]]) -> None:
+    """Every policy must have met the same arrivals."""
+    for s, label in enumerate(labels):
+        for k, seed in enumerate(seeds):
+            hashes = {found[k].arrivals_hash for (scenario, _), found in grouped.items() if scenario == s}
+            if len(hashes) > 1:
+                raise PrfaasError(f"scenario {label}, seed {seed}: the policies met different arrivals")
+
+
+def timeline_rows(comparison: Comparison, asked: Sequence[str]) -> list[int]:
+    """Rows for the timeline: those asked for, else the learned ones, the best rules and the reference."""
+    names = [row.label for row in comparison.rows]
+    for name in asked:
+        if name not in names:
+            raise PrfaasError(f"--timeline {name!r} is not among the policies: {', '.join(names)}")
+    if asked:
+        return [names.index(name) for name in dict.fromkeys(asked)]
+    best = [comparison.best_rule(s) for s in range(len(comparison.scenarios))]
+    wanted = [
+        *(k for k, facts in enumerate(comparison.facts) if facts.learned),
+        *(k for k in best if k is not None),
+        comparison.reference,
+    ]
+    return list(dict.fromkeys(wanted))[:MAX_TIMELINES]
+
+
+def run_timelines(
+    comparison: Comparison,
+    rows: Sequence[int],
+    runner: EpisodeRunner,
+    on_done: Callable[[], None] | None = None,
+) -> dict[tuple[int, int], dict[str, FloatArray]]:
+    """Timelines of the first seed: (scenario, row) to the columns of `prfaas_env.simulator.run.TIMELINE`."""
+    keys = [(s, r) for s in range(len(comparison.scenarios)) for r in rows]
+    seed = comparison.seeds[0]
+    jobs = [
+        Job(
+            comparison.rows[r].scenario(comparison.scenarios[s]),
+            comparison.rows[r],
+            seed,
+            comparison.engine,
+            timeline=True,
+        )
+        for s, r in keys
+    ]
+    out = {}
+    for key, outcome in zip(keys, runner.run(jobs, on_done), strict=True):
+        assert outcome.timeline is not None
+        out[key] = outcome.timeline
+    return out

@@ -1,0 +1,290 @@
+"""Episodes of many policies on the same seeds, in worker processes: what `compare` and validation both run."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.policy import Policy, make_policy
+from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
+from prfaas_env.simulator.metrics import cohort
+from prfaas_env.simulator.run import Episode, simulate
+from prfaas_env.simulator.world import World, draw_world
+from prfaas_env.workload.models import TraceWorkload
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+#: A policy by its spec, or made by a call that pickles (a learned policy from a path that a spec cannot hold).
+PolicySource = str | Callable[[], Policy]
+
+#: Edges of the TTFT histogram in seconds; the plotted distribution is exact at them.
+TTFT_EDGES_S: FloatArray = np.concatenate(([0.0], np.geomspace(0.01, 1e5, 701), [math.inf]))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of an episode: its name with the unit, where `metrics` holds it, and how a table shows it."""
+
+    name: str
+    path: tuple[str, ...]
+    title: str
+    digits: int
+    factor: float = 1.0
+    """Table value = figure x factor."""
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("ttft_mean_s", ("ttft_s", "mean"), "TTFT\nmean s", 2),
+    Figure("ttft_p50_s", ("ttft_s", "p50"), "P50\ns", 2),
+    Figure("ttft_p90_s", ("ttft_s", "p90"), "P90\ns", 2),
+    Figure("ttft_p99_s", ("ttft_s", "p99"), "P99\ns", 2),
+    Figure("tpot_mean_s", ("tpot_s", "mean"), "TPOT\nmean ms", 1, 1e3),
+    Figure("goodput_rps", ("goodput_rps",), "good\nreq/s", 3),
+    Figure("throughput_rps", ("throughput_rps",), "done\nreq/s", 3),
+    Figure("egress_mean_bps", ("egress", "mean_bps"), "egress\nGbps", 2, 1e-9),
+    Figure("offload_share", ("offload_share",), "remote\n%", 1, 100.0),
+    Figure("conversions", ("conversions",), "conver-\nsions", 1),
+    Figure("invalid_moves", ("invalid_moves",), "invalid\nmoves", 1),
+    Figure("rejected", ("requests", "rejected"), "rejec-\nted", 1),
+    Figure("open_at_end", ("requests", "open"), "open\nat end", 1),
+    Figure("arrived", ("requests", "arrived"), "arrived", 0),
+)
+FIGURE_NAMES = tuple(f.name for f in FIGURES)
+
+
+def figures_of(metrics: dict[str, Any]) -> dict[str, float | None]:
+    """The figures of an episode by name; None where one does not exist."""
+    out: dict[str, float | None] = {}
+    for figure in FIGURES:
+        value: Any = metrics
+        for key in figure.path:
+            value = value[key]
+        out[figure.name] = None if value is None else float(value)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a comparison: a policy, on the scenario's own hardware or on another deployment."""
+
+    label: str
+    policy: PolicySource
+    deployment: str | None = None
+
+    def scenario(self, scenario: Scenario) -> Scenario:
+        """The scenario with this row's deployment."""
+        if self.deployment is None:
+            return scenario
+        return load_scenario(scenario, deployment=self.deployment)
+
+    def make(self) -> Policy:
+        """A fresh policy."""
+        return make_policy(self.policy) if isinstance(self.policy, str) else self.policy()
+
+    @property
+    def spec(self) -> str:
+        """The policy's spec (the label where it was made by a call)."""
+        return self.policy if isinstance(self.policy, str) else self.label
+
+
+def parse_row(text: str) -> Row:
+    """`POLICY` or `POLICY@DEPLOYMENT`; the deployment is a scenario's name or the path of a YAML file."""
+    policy, separator, deployment = text.rpartition("@")
+    is_path_part = "/" in deployment and not deployment.endswith((".yaml", ".yml"))
+    if not separator or is_path_part:
+        return Row(text, text)
+    if not policy:
+        raise PrfaasError(f"--policy {text!r}: write it as POLICY or POLICY@DEPLOYMENT")
+    if deployment not in scenario_names() and not Path(deployment).is_file():
+        raise PrfaasError(
+            f"--policy {text!r}: unknown deployment {deployment!r}; shipped: {', '.join(scenario_names())}; "
+            "or a path to a .yaml file"
+        )
+    return Row(text, policy, deployment)
+
+
+def is_learned(policy: Policy) -> bool:
+    """Whether a policy was learned (and may lose to a rule, which the result then says)."""
+    return bool(getattr(policy, "learned", False))
+
+
+def policy_hash(policy: Policy, spec: str) -> str:
+    """12 hex digits: of a learned policy's file, otherwise of the spec."""
+    own = getattr(policy, "fingerprint", None)
+    return own if isinstance(own, str) else hashlib.sha256(spec.encode()).hexdigest()[:12]
+
+
+# -------------------------------------------------------------------------------------------- episodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One episode to run. `per_request` keeps the TTFT of every request, `timeline` a row per decision."""
+
+    scenario: Scenario
+    row: Row
+    seed: int
+    engine: str = DEFAULT_ENGINE
+    per_request: bool = False
+    timeline: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is kept of one episode.
+
+    `ttft_counts` has shape (len(TTFT_EDGES_S) - 1,), the accepted requests of the cohort by TTFT. With
+    `per_request`, `arrival_s` and `ttft_s` have shape (requests of the world,); NaN marks a request that was
+    rejected or lies outside the cohort. Arrival counts from the start of the episode.
+    """
+
+    figures: dict[str, float | None]
+    arrivals_hash: str
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    ttft_counts: IntArray
+    arrival_s: FloatArray | None
+    ttft_s: FloatArray | None
+    timeline: dict[str, FloatArray] | None
+
+
+def arrivals_hash(world: World) -> str:
+    """12 hex digits of arrivals, lengths and outputs: equal for every policy on one scenario and seed."""
+    table = world.requests
+    digest = hashlib.sha256()
+    for column in (table.arrival_ns, table.input_tokens, table.output_tokens):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def run_job(job: Job) -> Outcome:
+    """Run one episode."""
+    episode = simulate(job.scenario, job.row.make(), seed=job.seed, engine=job.engine, timeline=job.timeline)
+    ttft_s = _ttft_per_request(episode)
+    accepted = ttft_s[~np.isnan(ttft_s)]
+    return Outcome(
+        figures=figures_of(episode.metrics),
+        arrivals_hash=arrivals_hash(episode.world),
+        warnings=tuple(episode.metrics["warnings"]),
+        notes=tuple(episode.metrics["notes"]),
+        ttft_counts=np.histogram(accepted, TTFT_EDGES_S)[0].astype(np.int64),
+        arrival_s=episode.world.requests.arrival_ns / 1e9 if job.per_request else None,
+        ttft_s=ttft_s if job.per_request else None,
+        timeline=episode.timeline,
+    )
+
+
+def _ttft_per_request(episode: Episode) -> FloatArray:
+    start_ns = round(episode.world.scenario.measure.warmup_s * 1e9)
+    c = cohort(episode.world, episode.records, start_ns, episode.end.time_ns)
+    out = np.full(len(episode.world.requests), math.nan)
+    out[c.mask] = c.ttft_s
+    return out
+
+
+def is_trace(scenario: Scenario) -> bool:
+    """Whether a scenario replays a trace: one sample, whatever the number of seeds."""
+    return isinstance(scenario.workload, TraceWorkload)
+
+
+# ---------------------------------------------------------------------------------------------- workers
+
+
+def start_worker() -> None:
+    """Set up a worker process: Ctrl-C is the parent's matter, one thread, and no life after the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches every process of the terminal
+    os.environ["OMP_NUM_THREADS"] = "1"
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def warm_up(scenario: Scenario, engine: str) -> None:
+    """Run one request, so that an engine that compiles does so here, once, and not in every worker."""
+    make_engine(engine, draw_world(scenario, 0, n_requests=1)).run_to_end()
+
+
+def default_jobs() -> int:
+    """Processes when nothing is said: the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class EpisodeRunner:
+    """Runs jobs in `n_jobs` fresh ("spawn") processes that stay until `close`; with 1, in this process."""
+
+    def __init__(self, n_jobs: int) -> None:
+        self._executor = (
+            ProcessPoolExecutor(
+                n_jobs, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
+            )
+            if n_jobs > 1
+            else None
+        )
+
+    def run(self, jobs: Sequence[Job], on_done: Callable[[], None] | None = None) -> list[Outcome]:
+        """Outcomes in the order of the jobs; `on_done` is called after each.
+
+        Raises:
+            PrfaasError: a policy refuses its scenario, or a worker process died.
+        """
+        done = on_done or (lambda: None)
+        if self._executor is None:
+            outcomes = []
+            for job in jobs:
+                outcomes.append(run_job(job))
+                done()
+            return outcomes
+        futures: list[Future[Outcome]] = [self._executor.submit(run_job, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                done()
+        except BrokenProcessPool:
+            raise PrfaasError(
+                "a worker process ended without a word (out of memory, or killed); try fewer --jobs"
+            ) from None
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the processes; waiting jobs are dropped."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def episode_runner(n_jobs: int) -> Iterator[EpisodeRunner]:
+    """An `EpisodeRunner` that is closed at the end."""
+    runner = EpisodeRunner(n_jobs)
+    try:
+        yield runner
+    finally:
+        runner.close()
