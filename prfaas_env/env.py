@@ -141,6 +141,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         self._run: EpisodeRun | None = None
         self._reference: EpisodeRun | None = None
         self._telemetry: Telemetry | None = None
+        self._totals: Totals
         self._tick = 0
         self._clipped = 0
 
@@ -180,12 +181,12 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         run = self._running()
         if run.engine.now_ns >= self._horizon_ns:
             raise gym.error.ResetNeeded("the episode is over: call reset() before step()")
-        before = run.engine.totals()
+        before = self._totals
         run.engine.apply(decision)
         self._tick += 1
         next_ns = min(self._tick * self._control_ns, self._horizon_ns)
         run.run_until(next_ns)
-        after = run.engine.totals()
+        after = self._totals = run.engine.totals()
         terms = self._terms(self.scenario.reward, before, after)
         if self._reference is not None:
             terms["reference"] = self._step_reference(next_ns)
@@ -263,6 +264,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         run = self._running()
         run.engine.restore(snapshot.engine)
         run.start = snapshot.start
+        self._totals = run.engine.totals()
         if snapshot.reference is not None:
             self._reference = EpisodeRun(snapshot.engine.world, self._engine_name)
             self._reference.engine.restore(snapshot.reference)
@@ -289,6 +291,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
 
     def _start(self, world: World) -> None:
         self._run = EpisodeRun(world, self._engine_name)
+        self._totals = self._run.engine.totals()
         self._tick = 0
         self._clipped = 0
 
@@ -298,13 +301,14 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         return self._run
 
     def _observe(self) -> NDArray[np.float32]:
-        self._telemetry = self._running().engine.telemetry()
-        observation, clipped = self.schema.encode(self._telemetry.values)
+        engine = self._running().engine
+        self._telemetry = engine.telemetry()
+        observation, clipped = engine.encode(self._telemetry)
         self._clipped += clipped
         return observation
 
     def _info(self) -> dict[str, Any]:
-        totals = self._running().engine.totals()
+        totals = self._totals
         return {
             "time_s": totals.time_ns / 1e9,
             "arrived": totals.arrived,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas_env.simulator.formulas import NS_PER_S, FloatArray, IntArray
+from prfaas_env.simulator.formulas import NS_PER_S, FloatArray, Floats, IntArray, Ints
 
 SCHEMA_VERSION = 1
 
@@ -260,51 +261,42 @@ class TelemetrySchema:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
     @cached_property
-    def _low(self) -> FloatArray:
-        return np.array([f.low for f in self.fields])
+    def scales(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, IntArray]:
+        """Constants of the encoding, each of shape (len(self),).
 
-    @cached_property
-    def _high(self) -> FloatArray:
-        return np.array([f.high for f in self.fields])
-
-    @cached_property
-    def _bend(self) -> FloatArray:
-        return np.array([1.0 if f.scale == "linear" else f.scale_at for f in self.fields])
-
-    @cached_property
-    def _curved(self) -> NDArray[np.bool_]:
-        return np.array([f.scale != "linear" for f in self.fields])
-
-    @cached_property
-    def _flag_index(self) -> IntArray:
-        out: list[int] = []
+        low, high, bend (0 = linear), straightened low, 1 / straightened span, position of the flag or -1.
+        """
+        flags: list[int] = []
         for group, fields in self.groups:
-            out.extend(-1 if f.flag is None else self.index[f"{group}.{f.flag}"] for f in fields)
-        return np.array(out, dtype=np.int64)
-
-    def _bent(self, values: FloatArray) -> FloatArray:
-        """Values on the straightened scale: themselves, or sign(x) log(1 + |x| / scale_at)."""
-        bent: FloatArray = np.where(
-            self._curved, np.copysign(np.log1p(np.abs(values) / self._bend), values), values
+            flags.extend(-1 if f.flag is None else self.index[f"{group}.{f.flag}"] for f in fields)
+        low = [f.low for f in self.fields]
+        high = [f.high for f in self.fields]
+        bend = [0.0 if f.scale == "linear" else f.scale_at for f in self.fields]
+        bottom = [straighten(x, b) for x, b in zip(low, bend, strict=True)]
+        top = [straighten(x, b) for x, b in zip(high, bend, strict=True)]
+        inverse = [1.0 / (t - b) for t, b in zip(top, bottom, strict=True)]
+        return (
+            np.array(low),
+            np.array(high),
+            np.array(bend),
+            np.array(bottom),
+            np.array(inverse),
+            np.array(flags, dtype=np.int64),
         )
-        return bent
 
     @cached_property
-    def _range(self) -> tuple[FloatArray, FloatArray]:
-        low = self._bent(self._low)
-        return low, 1.0 / (self._bent(self._high) - low)
+    def _scale_lists(self) -> tuple[list[Any], ...]:
+        return tuple(column.tolist() for column in self.scales)
 
     def encode(self, values: FloatArray) -> tuple[NDArray[np.float32], int]:
         """(observation float32 of shape (len(self),) in [0, 1], number of clipped values).
 
         Fixed scales, no running statistics. A field whose flag is 0 is encoded as 0.
         """
-        clipped = np.clip(values, self._low, self._high)
-        low, inverse = self._range
-        scaled = (self._bent(clipped) - low) * inverse
-        present = (self._flag_index < 0) | (values[self._flag_index] > 0.5)
-        out = np.where(present, np.clip(scaled, 0.0, 1.0), 0.0).astype(np.float32)
-        return out, int(np.count_nonzero((clipped != values) & present))
+        out = [0.0] * len(self)
+        low, high, bend, bottom, inverse, flag = self._scale_lists
+        clipped = encode_values(values.tolist(), low, high, bend, bottom, inverse, flag, out)
+        return np.array(out, dtype=np.float32), clipped
 
     def difference(self, other: TelemetrySchema) -> str:
         """One line that names the fields added, removed or moved from `other` to this schema; empty if equal."""
@@ -320,6 +312,40 @@ class TelemetrySchema:
             if names
         ]
         return "; ".join(parts) or "same names, other units or scales"
+
+
+def straighten(value: float, bend: float) -> float:
+    """A value on its straightened scale: itself (`bend` 0), or sign(x) log(1 + |x| / bend)."""
+    if bend == 0.0:
+        return value
+    return math.copysign(math.log1p(abs(value) / bend), value)
+
+
+def encode_values(
+    values: Floats,
+    low: Floats,
+    high: Floats,
+    bend: Floats,
+    bottom: Floats,
+    inverse: Floats,
+    flag: Ints,
+    out: Floats | NDArray[np.float32],
+) -> int:
+    """Encode a reading into `out`; gives the number of present values that had to be clipped.
+
+    All have shape (n_fields,); for the constants see `TelemetrySchema.scales`.
+    """
+    clipped = 0
+    for k in range(len(values)):
+        if flag[k] >= 0 and values[flag[k]] <= 0.5:
+            out[k] = 0.0
+            continue
+        value = min(max(values[k], low[k]), high[k])
+        if value != values[k]:
+            clipped += 1
+        share = (straighten(value, bend[k]) - bottom[k]) * inverse[k]
+        out[k] = min(max(share, 0.0), 1.0)
+    return clipped
 
 
 @lru_cache(maxsize=64)

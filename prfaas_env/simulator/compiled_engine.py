@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prfaas_env.decision import Decision
 from prfaas_env.simulator import kernel
@@ -19,7 +20,7 @@ from prfaas_env.simulator.jit import compile_functions
 from prfaas_env.simulator.layout import RECORD_COLUMNS, Layout, Sizes, initial_sizes
 from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Totals
 from prfaas_env.simulator.world import World
-from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry
+from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry, encode_values
 
 _LOCK = threading.Lock()
 #: Rare on the way of a request, so they stay calls: smaller code, quicker to compile.
@@ -44,8 +45,8 @@ _ENTRIES = (
     kernel.begin,
     kernel.apply_decision,
     kernel.read_telemetry,
-    kernel.site_legal,
-    kernel.account_links,
+    kernel.read_totals,
+    encode_values,
 )
 
 
@@ -84,11 +85,16 @@ class CompiledEngine:
         self._ints, self._reals = self._layout.start()
         self._load_capacity()
         self._requests = request_rows(world)
+        self._conversion_ns = int(self._ints[L.CONVERSION_NS])
         self._ints[L.N_REQUESTS] = self._ints[L.UNRESOLVED] = len(world.requests)
         self._functions["begin"](self._ints)
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
+        self._n_fields = len(self.world.schema)
+        self._whole = np.zeros(kernel.N_WHOLE_TOTALS + len(REJECT_REASONS), dtype=np.int64)
+        self._real = np.zeros(2 * layout.n_link)
+        self._legal = np.zeros(3 * layout.n_pd, dtype=np.int64)
 
     def _load_capacity(self) -> None:
         load_capacity(self.world, self._layout, self._ints, self._reals)
@@ -130,7 +136,7 @@ class CompiledEngine:
             self._run(t_ns, False)
 
     def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
-        """Run until every request is resolved, or to `limit_ns`."""
+        """Run to the end of the instant in which the last request is resolved, or to `limit_ns`."""
         self._run(limit_ns, True)
 
     def _run(self, until_ns: int, to_end: bool) -> None:
@@ -167,56 +173,31 @@ class CompiledEngine:
 
     def totals(self) -> Totals:
         """Cumulative figures now."""
-        self._functions["account_links"](self._ints, self._reals)
-        ints, reals, now = self._ints, self._reals, self.now_ns
-        pools = [int(ints[L.O_POOL]) + q * L.W_POOL for q in range(self._layout.n_prfaas + self._layout.n_pd)]
-        remote, local = pools[: self._layout.n_prfaas], pools[self._layout.n_prfaas :]
-        sites = [int(ints[L.O_PD]) + i * L.W_PD for i in range(self._layout.n_pd)]
-        wires = [int(ints[L.OF_LINK]) + k * L.WF_LINK for k in range(self._layout.n_link)]
-
-        def integral(bases: list[int], offset: int) -> int:
-            return sum(int(kernel.integral_at(ints, base + offset, now)) for base in bases)
-
-        return Totals(
-            time_ns=now,
-            arrived=int(ints[L.ARRIVED]),
-            finished=int(ints[L.FINISHED]),
-            rejected=int(ints[L.REJECT_OVER_LIMIT : L.REJECT_OVER_LIMIT + len(REJECT_REASONS)].sum()),
-            aborted=int(ints[L.ABORTED]),
-            remote=int(ints[L.REMOTE]),
-            conversions=int(ints[L.CONVERSIONS]),
-            invalid_moves=int(ints[L.INVALID_MOVES]),
-            waiting_ns=integral([0], L.WAITING),
-            remote_busy_ns=integral(remote, L.Q_BUSY),
-            remote_instances_ns=integral(remote, L.Q_IN_ROLE),
-            prefill_busy_ns=integral(local, L.Q_BUSY),
-            prefill_instances_ns=integral(local, L.Q_IN_ROLE),
-            decode_slots_used_ns=integral(sites, L.D_SEQ),
-            decode_slots_ns=integral(sites, L.D_SLOTS),
-            first_tokens=int(ints[L.FIRST_TOKENS]),
-            good=int(ints[L.GOOD]),
-            egress_bits=tuple(
-                float(kernel.delivered_bits(ints, reals, k)) for k in range(self._layout.n_link)
-            ),
-            egress_peak_bps=tuple(float(reals[w + L.KF_STATE + L.STATE_PEAK]) for w in wires),
-            reject_reasons=tuple(
-                int(x) for x in ints[L.REJECT_OVER_LIMIT : L.REJECT_OVER_LIMIT + len(REJECT_REASONS)]
-            ),
-        )
+        n = self._layout.n_link
+        self._functions["read_totals"](self._ints, self._reals, self._whole, self._real)
+        whole, real = self._whole.tolist(), self._real.tolist()
+        split = kernel.N_WHOLE_TOTALS
+        return Totals._make((*whole[:split], tuple(real[:n]), tuple(real[n:]), tuple(whole[split:])))
 
     def telemetry(self) -> Telemetry:
         """What a scheduler can see now."""
-        values = np.empty(len(self.world.schema))
-        self._functions["read_telemetry"](self._ints, self._reals, self._requests, values)
-        now = self.now_ns
+        ints = self._ints
+        values = np.empty(self._n_fields)
+        self._functions["read_telemetry"](ints, self._reals, self._requests, values, self._legal)
+        now = int(ints[L.NOW])
         return Telemetry(
             self.world.schema,
             now,
             values,
-            conversion_tick=now > 0 and now % int(self._ints[L.CONVERSION_NS]) == 0,
-            legal_moves=self.legal(),
+            conversion_tick=now > 0 and now % self._conversion_ns == 0,
+            legal_moves=self._legal_tuples(),
             recent_lengths_tokens=tuple(self._recent(pd) for pd in range(self._layout.n_pd)),
         )
+
+    def encode(self, telemetry: Telemetry) -> tuple[NDArray[np.float32], int]:
+        """`TelemetrySchema.encode`, compiled."""
+        out = np.empty(self._n_fields, dtype=np.float32)
+        return out, self._functions["encode_values"](telemetry.values, *telemetry.schema.scales, out)
 
     def _recent(self, pd: int) -> IntArray:
         ints = self._ints
@@ -224,12 +205,17 @@ class CompiledEngine:
         n, at = int(ints[site + L.D_RECENT_N]), int(ints[site + L.D_RECENT_AT])
         base = int(ints[L.O_RECENT]) + pd * RECENT_LENGTHS
         ring = ints[base : base + RECENT_LENGTHS]
-        return ring[:n].copy() if n < RECENT_LENGTHS else np.roll(ring, -at)
+        return ring[:n].copy() if n < RECENT_LENGTHS else np.concatenate((ring[at:], ring[:at]))
+
+    def _legal_tuples(self) -> tuple[tuple[bool, bool, bool], ...]:
+        flags = self._legal.tolist()
+        return tuple(
+            (bool(flags[k]), bool(flags[k + 1]), bool(flags[k + 2])) for k in range(0, len(flags), 3)
+        )
 
     def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
         """Legal moves per PD cluster now."""
-        legal = self._functions["site_legal"]
-        return tuple(legal(self._ints, pd) for pd in range(self._layout.n_pd))
+        return self.telemetry().legal_moves
 
     # ------------------------------------------------------------------ snapshots
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision
 from prfaas_env.simulator.formulas import NEVER_NS
@@ -41,10 +44,13 @@ class Engine(Protocol):
         """Handle everything before `t_ns`."""
 
     def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
-        """Run until every request is resolved, or to `limit_ns`."""
+        """Run to the end of the instant in which the last request is resolved, or to `limit_ns`."""
 
     def telemetry(self) -> Telemetry:
         """What a scheduler can see now."""
+
+    def encode(self, telemetry: Telemetry) -> tuple[NDArray[np.float32], int]:
+        """Observation of a reading and the number of clipped values."""
 
     def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
         """Legal moves per PD cluster now."""

@@ -1216,10 +1216,9 @@ def lacks_room(Z: IntArray) -> int:
 
 
 def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) -> int:
-    """Handle everything before `until_ns`; with `to_end` stop once every request is resolved.
+    """Handle everything before `until_ns`; with `to_end` stop after the instant that resolves the last request.
 
-    Gives RAN, or which array must grow before the call is repeated. `NOW` ends at `until_ns`, or with `to_end`
-    at the last instant handled.
+    Gives RAN, or which array must grow before the call is repeated.
     """
     heap = Z[L.O_HEAP]
     n_requests = Z[L.N_REQUESTS]
@@ -1244,7 +1243,7 @@ def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) ->
             else:
                 break
         settle(Z, F, P)
-    if not to_end:
+    if until_ns < NEVER_NS and (not to_end or Z[L.UNRESOLVED] > 0):
         Z[L.NOW] = until_ns
     return RAN
 
@@ -1392,15 +1391,59 @@ def read_link(Z: IntArray, F: FloatArray, k: int, out: FloatArray, at: int) -> N
     out[at + RETRANSMISSION_AT] = 0.0
 
 
-def read_telemetry(Z: IntArray, F: FloatArray, P: IntArray, out: FloatArray) -> None:
-    """All fields in the order of the schema into `out`, float64 of shape (len(schema),)."""
+def read_telemetry(Z: IntArray, F: FloatArray, P: IntArray, out: FloatArray, legal: IntArray) -> None:
+    """All fields in the order of the schema into `out`, legal moves per PD cluster into `legal` (3 each)."""
     at = 0
     for pd in range(Z[L.N_PD]):
         read_site(Z, F, P, pd, out, at)
         at += N_PD_FIELDS
+        to_decode, none, to_prefill = site_legal(Z, pd)
+        legal[3 * pd] = to_decode
+        legal[3 * pd + 1] = none
+        legal[3 * pd + 2] = to_prefill
     for pool in range(Z[L.N_PRFAAS]):
         read_pool(Z, P, pool, out, at)
         at += N_PRFAAS_FIELDS
     for k in range(Z[L.N_LINK]):
         read_link(Z, F, k, out, at)
         at += N_LINK_FIELDS
+
+
+#: Whole numbers of `Totals` before the rejections by reason, in order.
+N_WHOLE_TOTALS = 17
+
+
+def read_totals(Z: IntArray, F: FloatArray, whole: IntArray, real: FloatArray) -> None:
+    """`Totals` as whole numbers (N_WHOLE_TOTALS and the rejections by reason) and reals (bits, peak per link)."""
+    account_links(Z, F)
+    now = Z[L.NOW]
+    rejected = Z[L.REJECT_OVER_LIMIT] + Z[L.REJECT_KV] + Z[L.REJECT_QUEUE]
+    for k in range(6, N_WHOLE_TOTALS):
+        whole[k] = 0
+    whole[0] = now
+    whole[1] = Z[L.ARRIVED]
+    whole[2] = Z[L.FINISHED]
+    whole[3] = rejected
+    whole[4] = Z[L.ABORTED]
+    whole[5] = Z[L.REMOTE]
+    whole[6] = Z[L.CONVERSIONS]
+    whole[7] = Z[L.INVALID_MOVES]
+    whole[8] = integral_at(Z, L.WAITING, now)
+    for pool in range(Z[L.N_POOL]):
+        q = Z[L.O_POOL] + pool * L.W_POOL
+        at = 9 if pool < Z[L.N_PRFAAS] else 11
+        whole[at] += integral_at(Z, q + L.Q_BUSY, now)
+        whole[at + 1] += integral_at(Z, q + L.Q_IN_ROLE, now)
+    for pd in range(Z[L.N_PD]):
+        site = Z[L.O_PD] + pd * L.W_PD
+        whole[13] += integral_at(Z, site + L.D_SEQ, now)
+        whole[14] += integral_at(Z, site + L.D_SLOTS, now)
+    whole[15] = Z[L.FIRST_TOKENS]
+    whole[16] = Z[L.GOOD]
+    whole[17] = Z[L.REJECT_OVER_LIMIT]
+    whole[18] = Z[L.REJECT_KV]
+    whole[19] = Z[L.REJECT_QUEUE]
+    n = Z[L.N_LINK]
+    for k in range(n):
+        real[k] = delivered_bits(Z, F, k)
+        real[n + k] = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_STATE + L.STATE_PEAK]

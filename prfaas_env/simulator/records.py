@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,8 +101,7 @@ class TimeIntegral:
         return self.total + self.count * (now_ns - self.since_ns)
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """Cumulative figures at one instant; differences of two give an interval.
 
     Integrals are exact, in count x ns. Clusters are added up, except that `egress_bits` is per link.

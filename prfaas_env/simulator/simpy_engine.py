@@ -12,7 +12,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from prfaas_env.decision import (
     ClusterDecision,
@@ -223,9 +225,17 @@ class SimpyEngine:
             self.env.run(until=t_ns)
 
     def run_to_end(self, limit_ns: int = NEVER_NS) -> None:
-        """Run until every request is resolved (or to `limit_ns`)."""
+        """Run to the end of the instant in which the last request is resolved, or to `limit_ns`."""
+        if self._unresolved == 0:
+            return
         step, peek = self.env.step, self.env.peek
         while self._unresolved > 0 and peek() < limit_ns:
+            step()
+        if self._unresolved > 0:
+            if limit_ns < NEVER_NS:
+                self.run_until(limit_ns)
+            return
+        while peek() == self.env.now:
             step()
 
     @property
@@ -791,6 +801,10 @@ class SimpyEngine:
             legal_moves=self.legal(),
             recent_lengths_tokens=tuple(site.door.recent_lengths() for site in self.sites),
         )
+
+    def encode(self, telemetry: Telemetry) -> tuple[NDArray[np.float32], int]:
+        """`TelemetrySchema.encode`."""
+        return telemetry.schema.encode(telemetry.values)
 
     def legal(self) -> tuple[tuple[bool, bool, bool], ...]:
         """Legal moves of each PD cluster now."""

@@ -17,7 +17,7 @@ from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.engine import Engine, make_engine
 from prfaas_env.simulator.formulas import ns_from_s
-from prfaas_env.simulator.records import RequestRecords
+from prfaas_env.simulator.records import RequestRecords, Totals
 from prfaas_env.simulator.world import CapacityTrace, World
 from prfaas_env.workload.requests import RequestTable
 
@@ -212,11 +212,9 @@ def events_of(records: RequestRecords) -> list[tuple[int, int, str]]:
     return sorted(out)
 
 
-def _fields_that_differ(a: Any, b: Any) -> list[str]:
+def _fields_that_differ(a: Totals, b: Totals) -> list[str]:
     return [
-        f"{field.name}: {getattr(a, field.name)} / {getattr(b, field.name)}"
-        for field in dataclasses.fields(a)
-        if getattr(a, field.name) != getattr(b, field.name)
+        f"{name}: {x} / {y}" for name, x, y in zip(a._fields, a, b, strict=True) if x != y
     ]
 
 
