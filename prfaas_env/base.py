@@ -106,11 +106,18 @@ def stream(episode_seed: int, name: str, *index: int) -> np.random.Generator:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: under a temporary name first, then renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a text file whole or not at all: under a temporary name first, then renamed.
+
+    A link stays a link; a pipe or device (`/dev/stdout`) is written to, not replaced.
+    """
+    target = path if path.exists() and not path.is_file() else path.resolve()
+    temporary = target.with_name(f".{target.name}.tmp")
     try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:
         raise PrfaasError(f"{path}: cannot be written: {error.strerror}") from None
     finally:

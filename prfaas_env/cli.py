@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from prfaas_env import __version__, cli_trace
 from prfaas_env.base import PrfaasError
@@ -24,7 +26,40 @@ from prfaas_env.telemetry import schema_rows
 
 _GROUP = "prfaas.commands"
 
+
+class _Commands(TyperGroup):
+    """Own commands, then those of other installed rooms; a room is imported when its command is run or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        others = sorted(entry.name for entry in metadata.entry_points(group=_GROUP))
+        return [*super().list_commands(ctx), *others]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        found = [entry for entry in metadata.entry_points(group=_GROUP) if entry.name == cmd_name]
+        return _installed(found[0]) if found else None
+
+
+def _installed(entry: metadata.EntryPoint) -> Any:
+    """The command of another room; one that says why where its room cannot be imported."""
+    mounted = typer.Typer(add_completion=False)
+    try:
+        mounted.command(entry.name)(entry.load())
+    except (ImportError, AttributeError) as error:
+        reason = f"command {entry.name!r} cannot be loaded: {' '.join(str(error).split())}"
+
+        def unavailable() -> None:
+            raise PrfaasError(reason)
+
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+        mounted.command(entry.name, help=reason, context_settings=anything)(unavailable)
+    return typer.main.get_command(mounted)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     help="Plan, simulate, learn and compare schedulers of a Prefill-as-a-Service deployment.",
@@ -102,16 +137,6 @@ def scenario_fields(
     Console().print(table)
 
 
-def _add_installed_commands() -> None:
-    """Mount the sub-commands of the other rooms; their modules import heavy packages only when they run."""
-    for entry in sorted(metadata.entry_points(group=_GROUP), key=lambda e: e.name):
-        try:
-            command: Any = entry.load()
-        except ImportError:
-            continue  # the room is installed without its extra
-        app.command(entry.name)(command)
-
-
 def _fail(message: str) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
     sys.exit(2)
@@ -119,7 +144,7 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Entry point of the `prfaas` command."""
-    _add_installed_commands()
+    sys.path.append(str(Path.cwd()))  # a policy `module:Class` may be a file of this folder
     try:
         app()
     except PrfaasError as error:

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prfaas_env.base import PrfaasError, write_whole
+from prfaas_env.base import MAX_S, PrfaasError, write_whole
 from prfaas_env.policy import make_policy
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
-from prfaas_env.simulator.formulas import NEVER_NS
+from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S
 from prfaas_env.simulator.records import RequestRecords, Route, Status
 from prfaas_env.simulator.run import simulate
 from prfaas_env.simulator.world import World
@@ -141,10 +141,8 @@ def simulate_command(
     """Run one policy through one episode and print what the requests and the sites went through."""
     if requests is not None and duration is not None:
         raise PrfaasError("--requests and --duration exclude each other")
-    if duration is not None and not duration > 0:
-        raise PrfaasError(f"--duration must be above 0, found {duration}")
-    if rate is not None and not rate > 0:
-        raise PrfaasError(f"--rate must be above 0, found {rate}")
+    if duration is not None and not 0 < duration <= MAX_S:
+        raise PrfaasError(f"--duration must be above 0 and at most {MAX_S:.0e} s, found {duration}")
     if engine not in ENGINES:
         raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
     if requests_out is not None and not requests_out.parent.is_dir():
@@ -157,6 +155,11 @@ def simulate_command(
         what, note = _with_trace(what, trace, trace_format)
     if rate is not None:
         what = what.with_rate(rate)
+    warmup_s = what.measure.warmup_s
+    if duration is not None and duration <= warmup_s:
+        raise PrfaasError(
+            f"--duration {duration:g} is within measure.warmup_s {warmup_s:g}: nothing to measure"
+        )
     chosen = make_policy(policy)
     episode = simulate(
         what,
@@ -167,6 +170,11 @@ def simulate_command(
         duration_s=duration,
         whole_trace=trace is not None and requests is None and duration is None,
     )
+    end_s = episode.end.time_ns / NS_PER_S
+    if end_s <= warmup_s:
+        raise PrfaasError(
+            f"the last request finished at {end_s:.3f} s, within measure.warmup_s {warmup_s:g}: nothing to measure"
+        )
     figures = {
         "scenario": what.name,
         "scenario_hash": what.hash,

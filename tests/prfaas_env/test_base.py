@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,27 @@ def test_a_write_that_stops_half_way_keeps_the_old_file(
         write_whole(path, "new text")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out.csv"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "sub").mkdir()
+    link = tmp_path / "sub" / "link.csv"
+    link.symlink_to("../real.csv")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "real.csv").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["link.csv", "real.csv", "sub"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
