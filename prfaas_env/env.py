@@ -102,8 +102,9 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     gym.make("PrfaaS-v0", scenario="paper", engine="simpy", routing="threshold", action="discrete",
              reward="waiting", reference="earliest_finish", render_mode=None)
     ```
-    `scenario`: a shipped name, a path of a YAML file, or a `Scenario`. `engine`: `"simpy"`. `reference`: the
-    policy that `reward="paired"` compares with. `render_mode`: `None`, `"ansi"`, `"rgb_array"`, `"human"`.
+    `scenario`: a shipped name, a path of a YAML file, or a `Scenario`. `engine`: `"compiled"` or `"simpy"`,
+    with the same results. `reference`: the policy that `reward="paired"` compares with. `render_mode`: `None`,
+    `"ansi"`, `"rgb_array"`, `"human"`.
 
     ## Version History
     * v0: first version.
