@@ -290,10 +290,10 @@ def test_saturation_is_flagged(runner: EpisodeRunner) -> None:
     found = compare([load], ROWS[:2], seeds=SEEDS[:2], split="test", runner=runner)
     out = io.StringIO()
     tables.show(found, tables.Console(file=out, width=170))
-    assert "\n* never " in out.getvalue()
+    assert "\n * never " in out.getvalue()
     assert "* never: prefill saturated (2 of 2 seeds)" in out.getvalue()
-    assert "\nef " in out.getvalue()
-    assert "note: every policy and seed: includes start" in out.getvalue()
+    assert "\n ef " in out.getvalue()
+    assert "note: every policy and seed: open requests move the quantiles" in out.getvalue()
 
 
 def test_command_writes_whole_results(tmp_path: Path, run: Callable[..., str]) -> None:

@@ -281,7 +281,7 @@ class ScheduleCallback(BaseCallback):
         self._start_s = start_s
         self._limit_s = math.inf if run.config.minutes is None else run.config.minutes * 60.0
         self._next_checkpoint = run.config.validation.every_steps
-        self._rollout_start_s = start_s
+        self._rollout_start_s = math.nan
         self._rollout_s = 0.0
         self._end = False
         self.stopped = "all steps done"
@@ -291,7 +291,8 @@ class ScheduleCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         now_s = time.monotonic()
-        self._rollout_s = now_s - self._rollout_start_s  # the last rollout with its update
+        if not math.isnan(self._rollout_start_s):
+            self._rollout_s = now_s - self._rollout_start_s  # the last rollout with its update
         self._rollout_start_s = now_s
         if self.num_timesteps >= self._next_checkpoint:
             self._checkpoint()
