@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -175,25 +176,33 @@ class ActionCodec:
         array = np.asarray(action)
         if array.shape != (2 * self.n_pd,):
             raise ValueError(f"action must have shape ({2 * self.n_pd},), found {array.shape}")
-        clusters = []
-        for i in range(self.n_pd):
-            first, second = array[2 * i], array[2 * i + 1]
-            if self.form == "discrete":
-                inside = 0 <= first < len(self.grid) and 0 <= second < N_MOVES
-                if not inside or first != int(first) or second != int(second):
-                    raise ValueError(
-                        f"action part {i} is ({first}, {second}); allowed whole numbers: "
-                        f"0..{len(self.grid) - 1}, 0..{N_MOVES - 1}"
-                    )
-                clusters.append(self._cluster(self.grid[int(first)], Move(int(second))))
-            else:
-                if not (np.isfinite(first) and np.isfinite(second)):
-                    raise ValueError(f"action part {i} is not finite: ({first}, {second})")
-                x = min(max(float(first), -1.0), 1.0)
-                y = min(max(float(second), -1.0), 1.0)
-                value = _margin_of_unit(x) if self.routing == "margin" else _threshold_of_unit(x)
-                clusters.append(self._cluster(value, Move(min(int((y + 1.0) * 1.5), 2))))
-        return Decision(tuple(clusters))
+        decode = self._decode_discrete if self.form == "discrete" else self._decode_continuous
+        parts = array.tolist()
+        return Decision(tuple(decode(i, parts[2 * i], parts[2 * i + 1]) for i in range(self.n_pd)))
+
+    @cached_property
+    def _discrete(self) -> dict[tuple[float, float], ClusterDecision]:
+        """Every decision of one cluster by its pair of action values."""
+        return {
+            (k, int(move)): self._cluster(value, move) for k, value in enumerate(self.grid) for move in Move
+        }
+
+    def _decode_discrete(self, i: int, first: float, second: float) -> ClusterDecision:
+        decision = self._discrete.get((first, second))
+        if decision is None:
+            raise ValueError(
+                f"action part {i} is ({first}, {second}); allowed whole numbers: "
+                f"0..{len(self.grid) - 1}, 0..{N_MOVES - 1}"
+            )
+        return decision
+
+    def _decode_continuous(self, i: int, first: float, second: float) -> ClusterDecision:
+        if not (math.isfinite(first) and math.isfinite(second)):
+            raise ValueError(f"action part {i} is not finite: ({first}, {second})")
+        x = min(max(first, -1.0), 1.0)
+        y = min(max(second, -1.0), 1.0)
+        value = _margin_of_unit(x) if self.routing == "margin" else _threshold_of_unit(x)
+        return self._cluster(value, Move(min(int((y + 1.0) * 1.5), 2)))
 
     def neutral(self) -> NDArray[Any]:
         """The action "no change": margin 0 (earliest finish) or the paper's threshold, and no move."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from fractions import Fraction
 from typing import Any
@@ -29,7 +28,7 @@ ENGINE = pytest.mark.parametrize("engine", ENGINES)
 
 def totals(**values: Any) -> Totals:
     """Totals that are 0 but for `values`."""
-    zero: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(Totals)}
+    zero: dict[str, Any] = dict.fromkeys(Totals._fields, 0)
     zero |= {"egress_bits": (0.0,), "egress_peak_bps": (0.0,), "reject_reasons": (0,) * len(REJECT_REASONS)}
     return Totals(**zero | values)
 
