@@ -95,7 +95,7 @@ def test_egress_and_offload_share_at_the_published_maximum():
     [("paper", 2.20, 3.51), ("homogeneous", 4.45, 9.73), ("naive", 1.69, 3.51)],
 )
 def test_service_ttft_on_fewer_requests(deployment, mean_s, p90_s):
-    """6,000 requests: the mean is uncertain by 1.1% (one value spreads by 0.85 of it), the P90 by 2.5%; three times that."""
+    """6,000 requests: the mean is uncertain by 1.1% (one value spreads by 0.85 of it), the P90 by 2.5%; thrice that."""
     metrics, _ = run("simpy", deployment, 0.05, 6000)
     assert metrics["service_ttft_s"]["mean"] == pytest.approx(mean_s, rel=0.035)
     assert metrics["service_ttft_s"]["p90"] == pytest.approx(p90_s, rel=0.075)
