@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 PYTHON ?=
 TORCH_INDEX ?=
 WORKERS ?= 2
+MINUTES ?= 10
+FIRST ?= 1000000
 ARGS ?=
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 # One thread per process and a fixed hash seed, so that a test run is the same everywhere.
@@ -18,7 +20,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format constraints clean
+.PHONY: help install demo test test-slow fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,6 +54,9 @@ test: install ## Run the default test suite
 
 test-slow: install ## Run the tests that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+fuzz: install ## Compare the engines on random worlds (MINUTES=10, FIRST=1000000)
+	$(TEST_ENV) $(PY) -m tests.differential.fuzz --minutes $(MINUTES) --first $(FIRST)
 
 lint: install ## Check style, format and types
 	$(PY) -m ruff check .

@@ -117,6 +117,8 @@ class CompiledEngine:
             raise ValueError(
                 f"decision for {len(decision.clusters)} PD clusters, there are {self._layout.n_pd}"
             )
+        if self._ints[L.HEAP_N] + self._layout.n_pd > self._ints[L.HEAP_CAP]:
+            self._grow(kernel.GROW_HEAP)
         for pd, cluster in enumerate(decision.clusters):
             by_margin = cluster.threshold_tokens is None
             value = cluster.margin_s if by_margin else cluster.threshold_tokens

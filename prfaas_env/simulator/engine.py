@@ -16,7 +16,7 @@ from prfaas_env.telemetry import Telemetry
 
 EngineName = Literal["compiled", "simpy"]
 ENGINES: tuple[EngineName, ...] = ("compiled", "simpy")
-DEFAULT_ENGINE: EngineName = "simpy"
+DEFAULT_ENGINE: EngineName = "compiled"
 
 
 class Engine(Protocol):
