@@ -75,18 +75,20 @@ _SETTLE_KEY = event_key(Kind.SETTLE)
 
 @dataclass(frozen=True, slots=True)
 class DecisionLog:
-    """A decision and the instant at which it came into force."""
+    """A decision and the instant at which it came into force, before its events or (`after`) after them."""
 
     time_ns: int
+    after: bool
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of an engine: its world, the instant, and the decisions that led there."""
+    """State of an engine: its world, the instant (`after`: its events are handled), the decisions that led there."""
 
     world: World
     time_ns: int
+    after: bool
     decisions: tuple[DecisionLog, ...]
 
 
@@ -235,8 +237,16 @@ class SimpyEngine:
             if limit_ns < NEVER_NS:
                 self.run_until(limit_ns)
             return
-        while peek() == self.env.now:
-            step()
+        self._end_instant()
+
+    def _end_instant(self) -> None:
+        while self.env.peek() == self.env.now:
+            self.env.step()
+
+    @property
+    def _instant_over(self) -> bool:
+        """Whether what lies at this instant is handled: true at the end of a drained run, never after `run_until`."""
+        return self.env.peek() > self.env.now
 
     @property
     def done(self) -> bool:
@@ -263,7 +273,7 @@ class SimpyEngine:
             raise ValueError(
                 f"decision for {len(decision.clusters)} PD clusters, there are {len(self.sites)}"
             )
-        self._log.append(DecisionLog(self.now_ns, decision))
+        self._log.append(DecisionLog(self.now_ns, self._instant_over, decision))
         for site, cluster in zip(self.sites, decision.clusters, strict=True):
             site.decision = cluster
             if cluster.move is Move.NONE:
@@ -877,7 +887,7 @@ class SimpyEngine:
 
     def snapshot(self) -> Snapshot:
         """The whole state. Generators cannot be copied, so it is the world, the decisions taken and the time."""
-        return Snapshot(self.world, self.now_ns, tuple(self._log))
+        return Snapshot(self.world, self.now_ns, self._instant_over, tuple(self._log))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot by replaying its decisions; exact, since the world is drawn once."""
@@ -885,6 +895,11 @@ class SimpyEngine:
         self._log = []
         self._start()
         for entry in snapshot.decisions:
-            self.run_until(entry.time_ns)
+            self._replay_to(entry.time_ns, entry.after)
             self.apply(entry.decision)
-        self.run_until(snapshot.time_ns)
+        self._replay_to(snapshot.time_ns, snapshot.after)
+
+    def _replay_to(self, time_ns: int, after: bool) -> None:
+        self.run_until(time_ns)
+        if after:
+            self._end_instant()

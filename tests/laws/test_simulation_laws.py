@@ -533,6 +533,7 @@ def test_a_snapshot_returns_to_the_very_state(engine_name, case, at_tick, into_n
     snapshot = engine.snapshot()
     here = engine.telemetry().values
     first = rest(engine)
+    end, engine_end = engine.snapshot(), engine.telemetry().values
     fresh = make_engine(engine_name, case.world)
     for other in (engine, fresh):
         other.restore(snapshot)
@@ -541,6 +542,18 @@ def test_a_snapshot_returns_to_the_very_state(engine_name, case, at_tick, into_n
         assert all(np.array_equal(a, b) for a, b in zip(first[0], again[0], strict=True))
         assert first[1] == again[1]
         assert_same(first[2], again[2])
+        # a drained run has handled its last instant; a decision after it is part of the state too
+        other.restore(end)
+        assert other.done
+        assert np.array_equal(other.telemetry().values, engine_end)
+        assert_same(first[2], copied(other.records))
+        other.apply(case.decisions[0])
+        later = other.snapshot()
+        other.run_until(other.now_ns + 5 * S)
+        values = other.telemetry().values
+        other.restore(later)
+        other.run_until(other.now_ns + 5 * S)
+        assert np.array_equal(other.telemetry().values, values)
 
 
 @LAWS
