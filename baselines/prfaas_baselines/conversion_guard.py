@@ -6,10 +6,11 @@ allows it or says why not. What is safe is decided here alone:
 - only moves that are legal now;
 - samples of the first `warmup_s` after the start and after each conversion are left out;
 - a dwell time after a conversion, a longer one before a move back;
-- a node is released only if the role it leaves stays below `utilisation_limit` without it
-  (for one pool of n equal nodes its load becomes load * n / (n - 1));
-- the gain must exceed `min_gain`; an objective that is being missed lifts this bar, but never one that a
-  prompt misses on an idle system;
+- a node is released only if the role it leaves stays below `utilisation_limit` without it (for one pool of n
+  equal nodes its load becomes load * n / (n - 1)); when that cannot be, because both roles are full, only to
+  a role that is `relief_ratio` times fuller than this one would be;
+- the gain must exceed `min_gain`, and the role that gets the node must be loaded; an objective that is being
+  missed lifts both bars, but never one that a prompt misses on an idle system;
 - a role that lost nodes and is below its floor gets one, whatever the rule wants;
 - an empty system goes back to its base split, the start of the scenario, and stays there.
 
@@ -39,40 +40,49 @@ class GuardParameters(Frozen):
     """Parameters of the conversion guard."""
 
     utilisation_limit: float = knob(
-        0.95, "share", "highest load that a release may leave to the role it leaves", _CONVERSION_OPEN, gt=0
+        0.9, "share", "highest load that a release may leave to the role it leaves", _CONVERSION_OPEN, gt=0
     )
     relief_ratio: float = knob(
-        0.0,
+        1.0,
         "ratio",
-        "how many times fuller than that the other role must be for a release above the limit; 0: never",
+        "above that limit a node is still released to a role that is this many times fuller; 0: never",
         _CONVERSION_OPEN,
         ge=0,
     )
     min_gain: float = knob(
         0.03, "share", "gain that a move must exceed, share of the present maximum", _CONVERSION_OPEN, ge=0
     )
+    act_above_load: float = knob(
+        0.8,
+        "share",
+        "load of the role that would get the node from which a move is worth it",
+        _CONVERSION_OPEN,
+        ge=0,
+    )
     dwell_s: float = knob(
-        30.0, "s", "time from the end of a conversion to the next order", _CONVERSION_OPEN, ge=0
+        15.0, "s", "time from the end of a conversion to the next order", _CONVERSION_OPEN, ge=0
     )
     opposite_dwell_s: float = knob(
-        120.0,
+        60.0,
         "s",
         "time from the start of a conversion to an order in the other direction",
         _CONVERSION_OPEN,
         ge=0,
     )
     warmup_s: float = knob(
-        30.0,
+        15.0,
         "s",
         "time after the start and after a conversion whose samples are left out",
         _CONVERSION_OPEN,
         ge=0,
     )
-    act_above_load: float = knob(
-        0.0, "share", "load of the fuller stage below which no node moves", _CONVERSION_OPEN, ge=0
-    )
     slo_target: float = knob(
-        0.9, "share", "attainment below which an objective that can be met lifts min_gain", "own", ge=0, le=1
+        0.9,
+        "share",
+        "attainment below which an objective that can be met lifts min_gain and act_above_load",
+        "own",
+        ge=0,
+        le=1,
     )
 
 

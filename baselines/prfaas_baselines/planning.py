@@ -48,7 +48,7 @@ class PlanningParameters(Frozen):
         30, "s", "window of the arrival rate that loads are measured with", _PROFILE_OPEN
     )
     backlog_clear_s: float = knob(
-        60.0,
+        30.0,
         "s",
         "time within which waiting requests are to be worked off: they add to the rate",
         "own",

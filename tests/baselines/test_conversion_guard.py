@@ -23,7 +23,14 @@ from prfaas_env.scenarios.models import Slo
 
 PAPER = load_scenario("paper")
 PARAMETERS = GuardParameters(
-    utilisation_limit=0.9, min_gain=0.05, dwell_s=45, opposite_dwell_s=180, warmup_s=30, slo_target=0.9
+    utilisation_limit=0.9,
+    relief_ratio=0.0,
+    min_gain=0.05,
+    act_above_load=0.0,
+    dwell_s=45,
+    opposite_dwell_s=180,
+    warmup_s=30,
+    slo_target=0.9,
 )
 TO_DECODE = Proposal(Move.PREFILL_TO_DECODE, gain=0.2, need=1.0, load=0.5, capacity=3, capacity_after=2)
 TO_PREFILL = Proposal(Move.DECODE_TO_PREFILL, gain=0.2, need=1.0, load=0.5, capacity=5, capacity_after=4)
@@ -67,6 +74,30 @@ def test_a_release_must_leave_the_role_below_the_limit(see, load, refusal) -> No
     g = guard()
     telemetry = see(g, 600)
     assert g.check(telemetry, Proposal(Move.PREFILL_TO_DECODE, 0.2, 1.0, load, 3, 2)) is refusal
+
+
+@pytest.mark.parametrize(
+    ("ratio", "need", "refusal"),
+    [
+        (0.0, 9.0, Refusal.OVERLOAD),
+        (1.0, 1.6, None),
+        (1.0, 1.4, Refusal.OVERLOAD),
+        (2.0, 2.9, Refusal.OVERLOAD),
+    ],
+)
+def test_a_full_role_gives_only_to_a_fuller_one(see, ratio, need, refusal) -> None:
+    # One of three prefill nodes at load 1 leaves 1.5, over the limit.
+    g = guard(relief_ratio=ratio)
+    assert g.check(see(g, 600), Proposal(Move.PREFILL_TO_DECODE, 0.2, need, 1.0, 3, 2)) is refusal
+
+
+@pytest.mark.parametrize(("need", "refusal"), [(0.7, Refusal.NO_NEED), (0.9, None)])
+def test_no_move_to_a_role_with_room(see, need, refusal) -> None:
+    g = guard(act_above_load=0.8)
+    proposal = Proposal(Move.PREFILL_TO_DECODE, 0.2, need, 0.5, 3, 2)
+    assert g.check(see(g, 600), proposal) is refusal
+    g = guard(act_above_load=0.8)
+    assert g.check(see(g, 600), proposal, objective_missed=True) is None
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_reading_of_the_present(three_sites, make_telemetry) -> None:
     assert reading.decode_backlog_rps == pytest.approx(15 / 60)
     # 0.1 * 40 + 0.5 * 10 Gbps sent, of 15 observed and of 50 nominal.
     assert p.link_utilisation(telemetry) == pytest.approx(9 / 15)
-    nominal = planner(three_sites, link_basis="nominal", rate_window_s=120)
+    nominal = planner(three_sites, link_basis="nominal", rate_window_s=120, backlog_clear_s=60.0)
     assert nominal.link_utilisation(telemetry) == pytest.approx(9 / 50)
     assert nominal.read(telemetry).link_bps == 50e9
     assert nominal.read(telemetry).prefill_demand_rps == pytest.approx(1.0 + 12 / 60)
