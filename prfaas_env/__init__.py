@@ -15,7 +15,11 @@ __version__ = metadata.version("prfaas-env")
 def register_envs() -> None:
     """Register the env once; a second import (for example in a spawned worker) changes nothing."""
     if ENV_ID not in gymnasium.registry:
-        gymnasium.register(id=ENV_ID, entry_point="prfaas_env.env:PrfaasEnv")
+        gymnasium.register(
+            id=ENV_ID,
+            entry_point="prfaas_env.env:PrfaasEnv",
+            vector_entry_point="prfaas_env.vector:PrfaasVectorEnv",
+        )
 
 
 register_envs()

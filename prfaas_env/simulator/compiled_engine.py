@@ -46,12 +46,13 @@ _ENTRIES = (
     kernel.apply_decision,
     kernel.read_telemetry,
     kernel.read_totals,
+    kernel.step_many,
     encode_values,
 )
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> dict[str, Callable[..., Any]]:
+def compiled_kernel() -> dict[str, Callable[..., Any]]:
     """The compiled kernel; says so once when it has to be compiled first."""
     with _LOCK:
         functions, warm = compile_functions(_ENTRIES, _OUT_OF_LINE)
@@ -79,7 +80,7 @@ class CompiledEngine:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._functions = _compiled()
+        self._functions = compiled_kernel()
         changes = max((len(trace.time_ns) for trace in world.links), default=0)
         self._use(Layout(world.scenario, initial_sizes(world.scenario, changes)))
         self._ints, self._reals = self._layout.start()
@@ -193,21 +194,13 @@ class CompiledEngine:
             values,
             conversion_tick=now > 0 and now % self._conversion_ns == 0,
             legal_moves=self._legal_tuples(),
-            recent_lengths_tokens=tuple(self._recent(pd) for pd in range(self._layout.n_pd)),
+            recent_lengths_tokens=tuple(recent_lengths(ints, pd) for pd in range(self._layout.n_pd)),
         )
 
     def encode(self, telemetry: Telemetry) -> tuple[NDArray[np.float32], int]:
         """`TelemetrySchema.encode`, compiled."""
         out = np.empty(self._n_fields, dtype=np.float32)
         return out, self._functions["encode_values"](telemetry.values, *telemetry.schema.scales, out)
-
-    def _recent(self, pd: int) -> IntArray:
-        ints = self._ints
-        site = int(ints[L.O_PD]) + pd * L.W_PD
-        n, at = int(ints[site + L.D_RECENT_N]), int(ints[site + L.D_RECENT_AT])
-        base = int(ints[L.O_RECENT]) + pd * RECENT_LENGTHS
-        ring = ints[base : base + RECENT_LENGTHS]
-        return ring[:n].copy() if n < RECENT_LENGTHS else np.concatenate((ring[at:], ring[:at]))
 
     def _legal_tuples(self) -> tuple[tuple[bool, bool, bool], ...]:
         flags = self._legal.tolist()
@@ -234,6 +227,15 @@ class CompiledEngine:
         self._ints = snapshot.ints.copy()
         self._reals = snapshot.reals.copy()
         self._requests = snapshot.requests.copy()
+
+
+def recent_lengths(ints: IntArray, pd: int) -> IntArray:
+    """The last incremental lengths at the door of a PD cluster, oldest first."""
+    site = int(ints[L.O_PD]) + pd * L.W_PD
+    n, at = int(ints[site + L.D_RECENT_N]), int(ints[site + L.D_RECENT_AT])
+    base = int(ints[L.O_RECENT]) + pd * RECENT_LENGTHS
+    ring = ints[base : base + RECENT_LENGTHS]
+    return ring[:n].copy() if n < RECENT_LENGTHS else np.concatenate((ring[at:], ring[:at]))
 
 
 def request_rows(world: World) -> IntArray:

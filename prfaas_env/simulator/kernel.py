@@ -57,6 +57,7 @@ from prfaas_env.telemetry import (
     count_rejection,
     decode_work_s,
     door_fields,
+    encode_values,
     link_advance,
     link_fields,
     margin_field,
@@ -1447,3 +1448,66 @@ def read_totals(Z: IntArray, F: FloatArray, whole: IntArray, real: FloatArray) -
     for k in range(n):
         real[k] = delivered_bits(Z, F, k)
         real[n + k] = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_STATE + L.STATE_PEAK]
+
+
+# ------------------------------------------------------------------ many envs in one call
+
+#: What `step_many` does with an env: nothing, decide and run, run on, only read.
+SKIP, DECIDE, RUN_ON, READ = 0, 1, 2, 3
+
+
+def step_many(
+    Zs: IntArray,
+    Fs: FloatArray,
+    Ps: IntArray,
+    first: int,
+    last: int,
+    task: IntArray,
+    until_ns: IntArray,
+    by_margin: int,
+    value: FloatArray,
+    move: IntArray,
+    scales: tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, IntArray],
+    values: FloatArray,
+    observation: FloatArray,
+    legal: IntArray,
+    whole: IntArray,
+    real: FloatArray,
+    clipped: IntArray,
+    status: IntArray,
+) -> None:
+    """Step the envs first..last-1, each by its `task`; row e of every array belongs to env e.
+
+    Args:
+        Zs: (n, ints), with `Fs` (n, reals) and `Ps` (n, requests, columns) the states.
+        first: first env.
+        last: one past the last env.
+        task: (n,) SKIP, DECIDE, RUN_ON or READ.
+        until_ns: (n,) instant to run to.
+        by_margin: 1 if `value` holds margins in s, 0 for thresholds in tokens.
+        value: (n, n_pd).
+        move: (n, n_pd).
+        scales: constants of the encoding.
+        values: (n, fields) out, readings in physical units.
+        observation: (n, fields) float32 out.
+        legal: (n, 3 n_pd) out.
+        whole: (n, whole totals) out.
+        real: (n, 2 n_links) out.
+        clipped: (n,) number of clipped values, out.
+        status: (n,) RAN, or what must grow before RUN_ON, out.
+    """
+    low, high, bend, bottom, inverse, flag = scales
+    for e in range(first, last):
+        if task[e] == SKIP:
+            continue
+        Z, F, P = Zs[e], Fs[e], Ps[e]
+        if task[e] == DECIDE:
+            for pd in range(Z[L.N_PD]):
+                apply_decision(Z, F, pd, by_margin, value[e, pd], move[e, pd], 0)
+        if task[e] != READ:
+            status[e] = run(Z, F, P, until_ns[e], False)
+            if status[e] != RAN:
+                continue
+        read_telemetry(Z, F, P, values[e], legal[e])
+        clipped[e] = encode_values(values[e], low, high, bend, bottom, inverse, flag, observation[e])
+        read_totals(Z, F, whole[e], real[e])

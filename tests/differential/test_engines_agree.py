@@ -130,12 +130,12 @@ def test_interpreted_kernel_is_the_compiled_one(monkeypatch: pytest.MonkeyPatch)
     """The plain functions give the same results as their compiled twins."""
     from prfaas_env.simulator import compiled_engine
 
-    twins = compiled_engine._compiled()
+    twins = compiled_engine.compiled_kernel()
     plain = {name: getattr(kernel, name, None) for name in twins}
     plain["encode_values"] = compiled_engine.encode_values
     cases = [Case(seed, max_requests=20, max_ticks=15) for seed in range(12)]
     expected = [_played(case).records for case in cases]
-    monkeypatch.setattr(compiled_engine, "_compiled", lambda: plain)
+    monkeypatch.setattr(compiled_engine, "compiled_kernel", lambda: plain)
     for case, records in zip(cases, expected, strict=True):
         found = compare_records(_played(case).records, records)
         assert found is None, f"{dataclasses.asdict(case)}: {found}"
