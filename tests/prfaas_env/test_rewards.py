@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,7 @@ from prfaas_env.scenarios.models import RewardSettings
 from prfaas_env.simulator.engine import ENGINES
 from prfaas_env.simulator.formulas import NEVER_NS
 from prfaas_env.simulator.records import REJECT_REASONS, Status, Totals
+from prfaas_env.telemetry import Telemetry
 
 S = 1_000_000_000
 ENGINE = pytest.mark.parametrize("engine", ENGINES)
@@ -228,18 +230,32 @@ def test_playing_the_reference_gives_zero(reference: str, engine: str) -> None:
     assert any(i["reward_terms"]["reference"] > 0 for _, i in steps)
 
 
+class Feedback:
+    """A reference whose decisions follow its own queues."""
+
+    constant = False
+
+    def reset(self, context: PolicyContext) -> None:
+        pass
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        waiting = telemetry.pd[0].prefill_queue_requests - telemetry.prfaas[0].prefill_queue_requests
+        return Decision.same(1, threshold_tokens=max(15_000.0 - 5_000.0 * waiting, 0.0))
+
+
 @ENGINE
-def test_paired_is_the_difference_of_two_waiting_rewards(engine: str) -> None:
-    s = scenario(name="drift", horizon_s=80)
+def test_paired_is_the_difference_of_two_waiting_rewards(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "reference_for_tests", sys.modules[__name__])
+    s = scenario("workload.arrivals={kind: poisson, rate_rps: 5}", name="drift", horizon_s=80)
 
     def agent(_: Any, step: int) -> Decision:
         return Decision.same(1, threshold_tokens=2_000.0 * (step % 7), move=Move(step // 15 % 3))
 
-    rule = make_policy("static:threshold_tokens=19400")
-    rule.reset(PolicyContext(s, PrfaasEnv(s).schema, 0))
-    paired = episode(
-        PrfaasEnv(s, reward="paired", reference="static:threshold_tokens=19400", engine=engine), 7, agent
-    )
+    rule = Feedback()
+    paired_env = PrfaasEnv(s, reward="paired", reference="reference_for_tests:Feedback", engine=engine)
+    paired = episode(paired_env, 7, agent)
     mine = episode(PrfaasEnv(s, engine=engine), 7, agent)
     theirs = episode(PrfaasEnv(s, engine=engine), 7, lambda telemetry, _: rule.decide(telemetry))
     for (difference, info), (a, _), (b, _) in zip(paired, mine, theirs, strict=True):
