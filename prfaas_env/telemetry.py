@@ -490,25 +490,54 @@ def ring_row(
     return row
 
 
-def ring_sums(
+def ring_sum(
     stamps: IntArray,
     stamps_at: int,
     table: FloatArray,
     table_at: int,
     columns: int,
+    c: int,
     bucket: int,
     window_s: int,
-    out: FloatArray,
-) -> None:
-    """Column sums over the `window_s` whole seconds before second `bucket`, oldest first, into `out`."""
-    for c in range(columns):
-        out[c] = 0.0
+) -> float:
+    """Sum of column c over the `window_s` whole seconds before second `bucket`, oldest first."""
+    total = 0.0
     for b in range(max(bucket - window_s, 0), bucket):
         slot = b % N_BUCKETS
         if stamps[stamps_at + slot] == b:
-            row = table_at + slot * columns
-            for c in range(columns):
-                out[c] += table[row + c]
+            total += table[table_at + slot * columns + c]
+    return total
+
+
+def roll_windows(
+    stamps: IntArray,
+    stamps_at: int,
+    table: FloatArray,
+    table_at: int,
+    columns: int,
+    sums: FloatArray,
+    sums_at: int,
+    last: int,
+    bucket: int,
+) -> None:
+    """Bring the running sums of all windows from second `last` to second `bucket`; for whole numbers, so exact.
+
+    `sums` holds `columns` values per window of `WINDOWS_S` from `sums_at` on, over the seconds before `last`. Must
+    run before a row of second `bucket` is written, while the rows that leave the longest window are still there.
+    """
+    for b in range(max(last, bucket - 2 * N_BUCKETS), bucket):
+        for w in range(len(WINDOWS_S)):
+            at = sums_at + w * columns
+            slot = b % N_BUCKETS
+            if stamps[stamps_at + slot] == b:
+                row = table_at + slot * columns
+                for c in range(columns):
+                    sums[at + c] += table[row + c]
+            gone = b - WINDOWS_S[w]
+            if gone >= 0 and stamps[stamps_at + gone % N_BUCKETS] == gone:
+                row = table_at + gone % N_BUCKETS * columns
+                for c in range(columns):
+                    sums[at + c] -= table[row + c]
 
 
 def length_bin(tokens: float) -> int:
@@ -825,16 +854,15 @@ def link_fields(
     state_at: int,
     time_ns: int,
     nominal_bps: float,
-    sums: FloatArray,
     out: FloatArray,
     at: int,
 ) -> None:
-    """The measured fields of a link group into `out` from `at` on; `sums` is scratch of N_LINK_COLUMNS values."""
+    """The measured fields of a link group into `out` from `at` on."""
     bucket = time_ns // NS_PER_S
     for w in range(2):
-        ring_sums(stamps, stamps_at, table, table_at, N_LINK_COLUMNS, bucket, WINDOWS_S[w], sums)
+        bits = ring_sum(stamps, stamps_at, table, table_at, N_LINK_COLUMNS, _BITS, bucket, WINDOWS_S[w])
         seconds = max(min(WINDOWS_S[w], bucket), 1)
-        out[at + _L_UTILISATION + w] = min(sums[_BITS] / seconds / nominal_bps, 1.0)
+        out[at + _L_UTILISATION + w] = min(bits / seconds / nominal_bps, 1.0)
     evidence = state[state_at + _EVIDENCE_BUCKET]
     out[at + _L_NOMINAL] = nominal_bps
     out[at + _L_OBSERVED] = state[state_at + _OBSERVED]
@@ -901,7 +929,6 @@ class LinkMeter:
             0,
             time_ns,
             self.nominal_bps,
-            np.zeros(N_LINK_COLUMNS),
             out,
             0,
         )

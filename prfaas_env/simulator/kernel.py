@@ -62,7 +62,7 @@ from prfaas_env.telemetry import (
     link_fields,
     margin_field,
     ring_row,
-    ring_sums,
+    roll_windows,
     threshold_field,
     within,
 )
@@ -304,8 +304,28 @@ def account_links(Z: IntArray, F: FloatArray) -> None:
         meter_advance_for_reading(Z, F, k, Z[L.NOW])
 
 
+def door_roll(Z: IntArray, F: FloatArray, pd: int, bucket: int) -> None:
+    """Bring the windows of a PD cluster's door to second `bucket`."""
+    site = Z[L.O_PD] + pd * L.W_PD
+    last = Z[site + L.D_WINDOW_AT]
+    if last < bucket:
+        roll_windows(
+            Z,
+            Z[L.O_DOOR] + pd * N_BUCKETS,
+            F,
+            Z[L.OF_DOOR] + pd * N_BUCKETS * N_DOOR_COLUMNS,
+            N_DOOR_COLUMNS,
+            F,
+            Z[L.OF_SUMS] + pd * len(WINDOWS_S) * N_DOOR_COLUMNS,
+            last,
+            bucket,
+        )
+        Z[site + L.D_WINDOW_AT] = bucket
+
+
 def door_row(Z: IntArray, F: FloatArray, pd: int, now: int) -> int:
     """Row of the present second in the door ring of a PD cluster."""
+    door_roll(Z, F, pd, now // NS_PER_S)
     return ring_row(
         Z,
         Z[L.O_DOOR] + pd * N_BUCKETS,
@@ -1305,20 +1325,10 @@ def read_site(Z: IntArray, F: FloatArray, P: IntArray, pd: int, out: FloatArray,
     site = Z[L.O_PD] + pd * L.W_PD
     real = Z[L.OF_PD] + pd * L.WF_PD
     bucket = now // NS_PER_S
-    sums = F[Z[L.OF_SUMS] : Z[L.OF_SUMS] + len(WINDOWS_S) * N_DOOR_COLUMNS].reshape(
-        (len(WINDOWS_S), N_DOOR_COLUMNS)
-    )
-    for w in range(len(WINDOWS_S)):
-        ring_sums(
-            Z,
-            Z[L.O_DOOR] + pd * N_BUCKETS,
-            F,
-            Z[L.OF_DOOR] + pd * N_BUCKETS * N_DOOR_COLUMNS,
-            N_DOOR_COLUMNS,
-            bucket,
-            WINDOWS_S[w],
-            sums[w],
-        )
+    door_roll(Z, F, pd, bucket)
+    width = len(WINDOWS_S) * N_DOOR_COLUMNS
+    at_sums = Z[L.OF_SUMS] + pd * width
+    sums = F[at_sums : at_sums + width].reshape((len(WINDOWS_S), N_DOOR_COLUMNS))
     door_fields(sums, bucket, Z[L.HAS_TTFT] != 0, Z[L.HAS_TPOT] != 0, out, at)
     read_pool(Z, P, Z[site + L.D_POOL], out, at + PD_POOL_AT)
     q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
@@ -1369,7 +1379,6 @@ def read_link(Z: IntArray, F: FloatArray, k: int, out: FloatArray, at: int) -> N
     now = Z[L.NOW]
     real = Z[L.OF_LINK] + k * L.WF_LINK
     meter_advance_for_reading(Z, F, k, now)
-    sums = F[Z[L.OF_SUMS] : Z[L.OF_SUMS] + N_LINK_COLUMNS]
     link_fields(
         Z,
         Z[L.O_WIRE] + k * N_BUCKETS,
@@ -1379,7 +1388,6 @@ def read_link(Z: IntArray, F: FloatArray, k: int, out: FloatArray, at: int) -> N
         real + L.KF_STATE,
         now,
         F[real + L.KF_NOMINAL],
-        sums,
         out,
         at,
     )

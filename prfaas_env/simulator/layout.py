@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, IntArray, decode_step_s, ns_from_s
 from prfaas_env.simulator.world import links_of
-from prfaas_env.telemetry import N_BUCKETS, N_DOOR_COLUMNS, N_LINK_COLUMNS, N_LINK_STATE, RECENT_LENGTHS
+from prfaas_env.telemetry import (
+    N_BUCKETS,
+    N_DOOR_COLUMNS,
+    N_LINK_COLUMNS,
+    N_LINK_STATE,
+    RECENT_LENGTHS,
+    WINDOWS_S,
+)
 
 # ------------------------------------------------------------------ scalars of Z
 (
@@ -166,8 +173,9 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     D_TREE,
     D_RECENT_N,
     D_RECENT_AT,
+    D_WINDOW_AT,
     W_PD,
-) = range(27)
+) = range(28)
 (
     DF_VALUE,
     DF_A_S,
@@ -356,7 +364,7 @@ class Layout:
         reals(OF_CAPACITY, self.n_link * self.sizes.changes)
         reals(OF_DOOR, self.n_pd * N_BUCKETS * N_DOOR_COLUMNS)
         reals(OF_WIRE, self.n_link * N_BUCKETS * N_LINK_COLUMNS)
-        reals(OF_SUMS, N_DOOR_COLUMNS * 3)
+        reals(OF_SUMS, self.n_pd * len(WINDOWS_S) * N_DOOR_COLUMNS)
         deployment = self.scenario.deployment
         clusters: list[Any] = [*deployment.prfaas, *deployment.pd]
         self.profiles = [self.scenario.hardware_of(c).prefill.arrays() for c in clusters]
