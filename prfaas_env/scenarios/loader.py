@@ -117,13 +117,13 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
 
 
 def _resolve_trace_path(raw: dict[str, Any], folder: Path | None) -> None:
-    """A trace path in a scenario file is relative to that file."""
+    """A trace path in a scenario file is relative to that file; made absolute, so that it can move with the scenario."""
     workload = raw.get("workload")
     if folder is None or not isinstance(workload, dict):
         return
     file = workload.get("file")
     if isinstance(file, str) and not file.startswith("bundled:") and not Path(file).is_absolute():
-        workload["file"] = str(folder / file)
+        workload["file"] = str((folder / file).resolve())
 
 
 def _override(raw: dict[str, Any], assignment: str) -> None:

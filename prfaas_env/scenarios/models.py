@@ -20,6 +20,7 @@ from prfaas_env.workload.models import (
     TraceWorkload,
     Workload,
 )
+from prfaas_env.workload.traces import trace_digest
 
 #: Most instances of one cluster and most clusters or links of one kind (event keys hold no more).
 MAX_INSTANCES = 16_000
@@ -278,8 +279,14 @@ class Scenario(Frozen):
 
     @property
     def hash(self) -> str:
-        """Hash of the resolved content (names and descriptions left out), 12 hex digits."""
+        """Hash of the resolved content, 12 hex digits: without name and description, a trace by its own content.
+
+        Raises:
+            PrfaasError: the trace file cannot be read.
+        """
         content = self.model_dump(mode="json", exclude={"name", "description"})
+        if isinstance(self.workload, TraceWorkload):
+            content["workload"]["file"] = trace_digest(self.workload.file)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def replace(self, **changes: Any) -> Scenario:

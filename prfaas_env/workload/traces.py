@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -74,6 +75,25 @@ def resolve_trace_file(file: str, base_dir: Path | None = None) -> Path:
         what = "is not a file" if path.exists() else "no such trace file"
         raise PrfaasError(f"{path}: {what}; give a path or one of bundled:{{{','.join(bundled_traces())}}}")
     return path
+
+
+def trace_digest(file: str) -> str:
+    """SHA-256 of a trace file's content, hex; the same wherever the file lies.
+
+    Raises:
+        PrfaasError: no such file, or it cannot be read.
+    """
+    path = resolve_trace_file(file)
+    try:
+        state = path.stat()
+        return _digest(path, state.st_mtime_ns, state.st_size)
+    except OSError as error:
+        raise PrfaasError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=16)
+def _digest(path: Path, mtime_ns: int, size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_trace(

@@ -120,6 +120,27 @@ def test_every_change_of_content_changes_the_hash(change: str) -> None:
     assert load_scenario("paper", overrides=[change]).hash != load_scenario("paper").hash
 
 
+def test_a_trace_counts_by_its_content_wherever_it_lies(write: Write) -> None:
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:01,100,5\n"
+    first, second, other = (
+        write(rows, "a/one.csv"),
+        write(rows, "b/two.csv"),
+        write(rows + "\n", "b/three.csv"),
+    )
+
+    def hash_of(file: Path | str) -> str:
+        workload = f"workload={{kind: trace, file: '{file}', format: azure}}"
+        return load_scenario("paper", overrides=[workload]).hash
+
+    before = hash_of(first)
+    assert before == hash_of(second) != hash_of(other)
+    write(rows.replace("100", "1000"), "a/one.csv")
+    assert hash_of(first) != before == hash_of(second)
+    assert hash_of("bundled:azure_llm_2023_conv") == hash_of("bundled:azure_llm_2023_conv.csv")
+    with pytest.raises(PrfaasError, match=r"gone\.csv: no such trace file"):
+        hash_of(first.with_name("gone.csv"))
+
+
 # ------------------------------------------------------------------ extends, deployments, overrides
 
 
