@@ -117,7 +117,7 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
 
 
 def _resolve_trace_path(raw: dict[str, Any], folder: Path | None) -> None:
-    """A trace path in a scenario file is relative to that file; made absolute, so that it can move with the scenario."""
+    """A trace path is relative to the file that names it; made absolute, so that a shown scenario can be moved."""
     workload = raw.get("workload")
     if folder is None or not isinstance(workload, dict):
         return

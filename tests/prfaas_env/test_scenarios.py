@@ -491,6 +491,8 @@ def test_a_trace_path_is_relative_to_the_file_that_names_it(
         loaded = load_scenario(path).workload
         assert isinstance(loaded, TraceWorkload)
         assert Path(loaded.file).resolve() == trace.resolve()
+    shown = write(scenario_yaml(load_scenario("child.yaml")), "elsewhere/shown.yaml")
+    assert load_scenario(shown) == load_scenario(child)
     absolute = write(
         f"extends: paper\nworkload: {{kind: trace, file: {trace}, format: azure}}\n", "absolute.yaml"
     )
