@@ -99,7 +99,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
 
     ## Arguments
     ```python
-    gym.make("PrfaaS-v0", scenario="paper", engine="simpy", routing="threshold", action="discrete",
+    gym.make("PrfaaS-v0", scenario="paper", engine="compiled", routing="threshold", action="discrete",
              reward="waiting", reference="earliest_finish", render_mode=None)
     ```
     `scenario`: a shipped name, a path of a YAML file, or a `Scenario`. `engine`: `"compiled"` or `"simpy"`,
