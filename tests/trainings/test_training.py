@@ -277,14 +277,21 @@ def test_scenarios_that_do_not_fit_leave_no_folder(
 def test_ctrl_c_keeps_what_was_learned(
     quick: Quick, runner: EpisodeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    result = train(quick(total_steps=10_000_000), tmp_path / "run", runner=runner)
+    out = tmp_path / "run"
+
+    def interrupt() -> None:
+        while not (out / "checkpoints" / "step_000000016").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    result = train(quick(total_steps=10_000_000), out, runner=runner)
     assert result.stopped == "stopped by Ctrl-C"
     assert 0 < result.steps < 10_000_000
     assert "what was learned is kept" in capsys.readouterr().err
     assert result.validations[-1].steps > 0
-    assert LearnedPolicy(tmp_path / "run").record.steps == result.best.steps
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped by Ctrl-C"
+    assert LearnedPolicy(out).record.steps == result.best.steps
+    assert json.loads((out / "run.json").read_text())["status"] == "stopped by Ctrl-C"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -23,6 +23,7 @@ from prfaas_env.base import PrfaasError
 from prfaas_env.policy import Policy, make_policy
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
+from prfaas_env.simulator.formulas import NS_PER_S
 from prfaas_env.simulator.metrics import cohort
 from prfaas_env.simulator.run import Episode, simulate
 from prfaas_env.simulator.world import World, draw_world
@@ -225,8 +226,10 @@ def start_worker() -> None:
 
 
 def warm_up(scenario: Scenario, engine: str) -> None:
-    """Run one request, so that an engine that compiles does so here, once, and not in every worker."""
-    make_engine(engine, draw_world(scenario, 0, n_requests=1)).run_to_end()
+    """Run one second, so that an engine that compiles does so here, once, and not in every worker."""
+    started = make_engine(engine, draw_world(scenario, 0))
+    started.run_until(NS_PER_S)
+    started.telemetry()
 
 
 def default_jobs() -> int:

@@ -61,12 +61,12 @@ class Validated:
     """One checkpoint on the validation seeds.
 
     `score` is the weighted mean over scenarios of mean TTFT divided by that of the first policy, "no change":
-    below 1 is better than earliest finish.
+    below 1 is better than earliest finish. A scenario without requests has no mean and counts as 1.
     """
 
     steps: int
     score: float
-    ttft_mean_s: dict[str, float]
+    ttft_mean_s: dict[str, float | None]
     folder: Path
 
     def as_json(self) -> dict[str, Any]:
@@ -213,7 +213,8 @@ class Run:
 
     def _validate(self, steps: int, folder: Path) -> Validated:
         found = validate(folder, self._scenarios, self.config, self._runner)
-        ttft = {label: found.own(s, 0, "ttft_mean_s").mean for s, label in enumerate(self._labels)}
+        means = [found.own(s, 0, "ttft_mean_s").mean for s in range(len(self._labels))]
+        ttft = {k: None if math.isnan(v) else v for k, v in zip(self._labels, means, strict=True)}
         first = self.validations[0].ttft_mean_s if self.validations else ttft
         weights = [s.weight for s in self.config.scenarios]
         ratios = [
@@ -223,15 +224,15 @@ class Run:
         logger = self.model.logger
         logger.record(f"{PREFIX}_validation/score", score)
         for label, value in ttft.items():
+            if value is None:
+                continue
             logger.record(f"{PREFIX}_validation/ttft_mean_s_{label}", value)
         return Validated(steps, score, ttft, folder)
 
 
-def _ratio(value: float, first: float) -> float:
-    """value / first; 1 where neither scenario has a request."""
-    if math.isnan(value) and math.isnan(first):
-        return 1.0
-    return value / first
+def _ratio(value: float | None, first: float | None) -> float:
+    """value / first; 1 where there is none (the same arrivals, so neither or both)."""
+    return 1.0 if value is None or first is None else value / first
 
 
 def scenario_labels(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
@@ -327,7 +328,10 @@ class ScheduleCallback(BaseCallback):
 
 def describe(validated: Validated) -> str:
     """A validation in words."""
-    ttft = ", ".join(f"{label} {value:.2f} s" for label, value in validated.ttft_mean_s.items())
+    ttft = ", ".join(
+        f"{label} {'-' if value is None else f'{value:.2f} s'}"
+        for label, value in validated.ttft_mean_s.items()
+    )
     return f"validation TTFT mean {ttft}; {validated.score:.3f} of the first policy's"
 
 
@@ -359,14 +363,11 @@ def make_vec_env(config: TrainingConfig, episodes_folder: Path | None) -> VecEnv
     return SubprocVecEnv(list(factories), start_method="spawn")
 
 
-def _close(vec_env: VecEnv) -> None:
-    """Close the envs, also when a worker is gone."""
-    try:
-        vec_env.close()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        for process in getattr(vec_env, "processes", []):
-            process.terminate()
-            process.join(timeout=10)
+def _end_workers(vec_env: VecEnv) -> None:
+    """End the workers at once; after a failure the usual way would wait for answers that never come."""
+    for process in getattr(vec_env, "processes", []):
+        process.terminate()
+        process.join(timeout=10)
 
 
 def _dead_worker(vec_env: VecEnv) -> str:
@@ -449,11 +450,15 @@ def train(
             schedule = _learn(run, sign, start_s, facts)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         message = _dead_worker(vec_env)
+        _end_workers(vec_env)
         write_json(out / MARKER, {**facts, "status": message})
         raise PrfaasError(f"{message}; what was learned by the last checkpoint is in {out}") from None
+    except BaseException:
+        _end_workers(vec_env)
+        raise
     finally:
         own.close()
-        _close(vec_env)
+    vec_env.close()
     result = TrainingResult(
         policy=out / POLICY_FILE,
         steps=int(run.model.num_timesteps),
