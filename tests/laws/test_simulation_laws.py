@@ -193,7 +193,7 @@ def cases(draw):
 def play(name, case, at=(), read=None):
     """Run a case; yields the engine at each tick, before the tick's decision, and once more when all is drained.
 
-    At the instants `at` between the ticks it stops too and calls `read` with the engine.
+    At the instants `at` between the first and the last tick it stops too and calls `read` with the engine.
     """
     engine = make_engine(name, case.world)
     control_ns = ns_from_s(case.world.scenario.control.control_interval_s)
@@ -201,7 +201,8 @@ def play(name, case, at=(), read=None):
         engine.run_until(tick * control_ns)
         yield engine
         engine.apply(decision)
-        for at_ns in sorted(t for t in at if tick * control_ns <= t < (tick + 1) * control_ns):
+        until = (tick + 1) * control_ns if tick + 1 < len(case.decisions) else 0
+        for at_ns in sorted(t for t in at if tick * control_ns <= t < until):
             engine.run_until(at_ns)
             read(engine)
     engine.run_to_end()
