@@ -39,20 +39,20 @@ class DualTimescaleParameters(GuardParameters, PlanningParameters):
 
     short_period_s: float = knob(5.0, "s", "time between two routing adjustments", _SHORT + "no period", gt=0)
     search_period_s: float = knob(
-        60.0,
+        30.0,
         "s",
         "longest time between two searches of the threshold",
         _SHORT + "no period of policy updates",
         gt=0,
     )
     utilisation_high: float = knob(
-        0.9, "share", "link utilisation from which the link counts as congested", _TRIGGER, gt=0
+        0.8, "share", "link utilisation from which the link counts as congested", _TRIGGER, gt=0
     )
     utilisation_room: float = knob(
         0.7, "share", "link utilisation up to which the link has room", _TRIGGER, ge=0
     )
     queue_surge: float = knob(
-        2.0, "requests per instance", "prefill queue, remote or local, that counts as a surge", _TRIGGER, gt=0
+        1.0, "requests per instance", "prefill queue, remote or local, that counts as a surge", _TRIGGER, gt=0
     )
     retransmission_high: float = knob(
         0.02,
@@ -63,10 +63,10 @@ class DualTimescaleParameters(GuardParameters, PlanningParameters):
     )
     step_factor: float = knob(1.25, "ratio", "factor of one adjustment of the threshold", _STEP, gt=1)
     most_factor: float = knob(
-        4.0, "ratio", "furthest that adjustments take the threshold from the searched one", _STEP, ge=1
+        2.0, "ratio", "furthest that adjustments take the threshold from the searched one", _STEP, ge=1
     )
     relax_share: float = knob(
-        0.2,
+        0.3,
         "share",
         "part of the way back to the searched threshold per quiet adjustment, on a log scale",
         _STEP,
@@ -86,7 +86,7 @@ class DualTimescaleParameters(GuardParameters, PlanningParameters):
         _SHORT + "the border between scarce and abundant is not given",
         ge=0,
     )
-    long_period_s: float = knob(120.0, "s", "time between two looks at the split", _LONG + "no period", gt=0)
+    long_period_s: float = knob(30.0, "s", "time between two looks at the split", _LONG + "no period", gt=0)
     imbalance_rule: Literal["terms", "sum"] = knob(
         "terms",
         "-",
@@ -94,7 +94,7 @@ class DualTimescaleParameters(GuardParameters, PlanningParameters):
         "3.4, equation 8: the sum is right only where equation 7 holds",
     )
     imbalance_share: float = knob(
-        0.1,
+        0.05,
         "share",
         "how far one stage must lie below the other to be the bottleneck",
         _LONG + "how much less or more is not given",
@@ -102,7 +102,7 @@ class DualTimescaleParameters(GuardParameters, PlanningParameters):
         lt=1,
     )
     stage_load_high: float = knob(
-        0.8, "share", "measured load from which a stage counts as a bottleneck", _LONG + "no value", ge=0
+        0.9, "share", "measured load from which a stage counts as a bottleneck", _LONG + "no value", ge=0
     )
     stage_queue_surge: float = knob(
         3.0,

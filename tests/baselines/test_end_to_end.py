@@ -26,10 +26,10 @@ def mean_ttft_s(spec: str) -> float:
 
 
 def test_order_on_drift() -> None:
-    """Conversions beat the fixed optimum by a third, the paper's scheduler a bad threshold by two thirds."""
+    """Conversions halve the fixed optimum at least, the paper's scheduler takes 3/4 off a bad threshold."""
     static = mean_ttft_s("static")
-    assert mean_ttft_s("earliest_finish_conversion") < 0.67 * static
-    assert mean_ttft_s("dual_timescale") < 0.33 * mean_ttft_s("static:threshold_tokens=1000")
+    assert mean_ttft_s("earliest_finish_conversion") < 0.5 * static
+    assert mean_ttft_s("dual_timescale") < 0.25 * mean_ttft_s("static:threshold_tokens=1000")
 
 
 PHASE_S, PHASES = 600.0, 6
@@ -65,10 +65,11 @@ def test_conversions_beat_the_best_fixed_split(alternating) -> None:
     fixed = {n: run_alternating(alternating, "earliest_finish", n)["ttft_s"]["mean"] for n in range(3, 8)}
     best = min(fixed, key=lambda n: fixed[n])
     assert 3 < best < 7  # the best one was not missed at an end of the range
-    metrics = run_alternating(alternating, "earliest_finish_conversion", best)
-    assert metrics["ttft_s"]["mean"] < 0.85 * fixed[best]
-    assert 2 * (PHASES - 1) <= metrics["conversions"] <= 6 * PHASES
-    assert metrics["invalid_moves"] == 0
+    for rule in ("earliest_finish_conversion", "dual_timescale"):
+        metrics = run_alternating(alternating, rule, best)
+        assert metrics["ttft_s"]["mean"] < 0.65 * fixed[best]
+        assert 2 * (PHASES - 1) <= metrics["conversions"] <= 6 * PHASES
+        assert metrics["invalid_moves"] == 0
 
 
 @pytest.mark.parametrize("name", ["earliest_finish_conversion", "dual_timescale", "static"])
