@@ -53,13 +53,14 @@ _ENTRIES = (
 
 @lru_cache(maxsize=1)
 def compiled_kernel() -> dict[str, Callable[..., Any]]:
-    """The compiled kernel; says so once when it has to be compiled first."""
+    """The compiled kernel; its first call in a process says so once if something has to be compiled."""
     with _LOCK:
-        functions, warm = compile_functions(_ENTRIES, _OUT_OF_LINE)
-        if not warm:
-            sys.stderr.write("compiling the simulator (once)\n")
-            sys.stderr.flush()
-        return functions
+        return compile_functions(_ENTRIES, _OUT_OF_LINE, _say_compiling)
+
+
+def _say_compiling() -> None:
+    sys.stderr.write("compiling the simulator (once)\n")
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True)
