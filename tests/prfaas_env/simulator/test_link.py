@@ -218,7 +218,7 @@ def test_peak_egress_does_not_depend_on_who_reads(tiny):
 
 
 def test_peak_egress_counts_whole_seconds_after_the_warm_up(tiny):
-    # flow 1: 0.5e6 B/s... 2,000 tokens, 2 s at full rate from 2 s; flow 2: a quarter second at full rate at 20.25 s
+    # R0: 2 s at the full 8e6 bit/s, before 10 s. R1: 2e6 bits within the second from 20 s
     scenario = tiny.scenario(measure={"warmup_s": 10.0, "horizon_s": 100.0})
     engine = tiny.run(scenario, [(0, 2000, 1), (20, 250, 1)], threshold=ALWAYS, until=30)
     assert engine.totals().egress_peak_bps == (2e6,)
