@@ -87,6 +87,10 @@ Bps = Annotated[float, BeforeValidator(parse_bps)]
 MAX_S = 1e9
 Seconds = Annotated[float, Field(ge=0, le=MAX_S)]
 
+#: Most input or output tokens of one request; more is a mistake in units or a broken line.
+MAX_TOKENS = 1_000_000_000
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
 #: Random streams of an episode, by name. The number is part of every result: never renumber, only append.
 STREAMS = {
     "arrivals": 0,

@@ -85,7 +85,7 @@ PrefillProfile = Annotated[PrefillTable | PrefillPolynomial, Field(discriminator
 class DecodeProfile(Frozen):
     """Decode step `a + b * batch + c * context tokens` seconds, `slots` sequences at most (25 ms, 20)."""
 
-    a_s: float = Field(gt=0)
+    a_s: float = Field(gt=0, le=10)
     b_s_per_sequence: float = Field(default=0.0, ge=0)
     c_s_per_token: float = Field(default=0.0, ge=0)
     slots: int = Field(ge=1, description="BS_max of the paper")

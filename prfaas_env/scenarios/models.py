@@ -53,7 +53,9 @@ class PdCluster(Frozen):
     arrival_share: float = Field(
         default=1.0, ge=0, description="weight of this cluster's share of the arrivals"
     )
-    rdma_bps: Bps = Field(default=800e9, gt=0, description="KV hand-over inside the cluster, bit/s per node")
+    rdma_bps: Bps = Field(
+        default=800e9, ge=1e6, description="KV hand-over inside the cluster, bit/s per node"
+    )
     rdma_latency_s: Seconds = 0.0
 
     @property

@@ -12,7 +12,7 @@ from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from prfaas_env.base import PrfaasError
+from prfaas_env.base import MAX_TOKENS, PrfaasError
 from prfaas_env.workload.models import TraceFormat
 
 TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
@@ -20,8 +20,6 @@ TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
 #: Seconds per unit of the stamp, where the format counts units; azure has wall-clock times.
 TIME_UNITS_S: dict[TraceFormat, float] = {"mooncake": 1e-3, "burstgpt": 1.0}
 
-#: Most tokens of one row; more is a broken line.
-MAX_TOKENS = 1_000_000_000
 _T = TypeVar("_T")
 _MAX_STAMP_NS = 9_000_000_000_000_000_000
 _LFS_START = "version https://git-lfs"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prfaas_env.base import Frozen
+from prfaas_env.base import MAX_TOKENS, Frozen, Tokens
 
 
 class RegimeChain(Frozen):
@@ -84,8 +84,8 @@ class LogNormalLengths(Frozen):
     kind: Literal["lognormal"] = "lognormal"
     mu: float | RegimeChain
     sigma: float = Field(gt=0)
-    min_tokens: int = Field(ge=1)
-    max_tokens: int = Field(ge=1)
+    min_tokens: Tokens
+    max_tokens: Tokens
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -102,7 +102,7 @@ class FixedLengths(Frozen):
     """Every request the same."""
 
     kind: Literal["fixed"] = "fixed"
-    tokens: int = Field(ge=1)
+    tokens: Tokens
 
 
 class PoissonLengths(Frozen):
@@ -110,11 +110,14 @@ class PoissonLengths(Frozen):
 
     kind: Literal["poisson"] = "poisson"
     mean_tokens: float | RegimeChain
-    min_tokens: int = Field(default=1, ge=1)
+    min_tokens: Tokens = 1
 
     @model_validator(mode="after")
-    def _not_negative(self) -> Self:
+    def _in_range(self) -> Self:
         _refuse_negative("mean_tokens", self.mean_tokens)
+        means = self.mean_tokens.values if isinstance(self.mean_tokens, RegimeChain) else (self.mean_tokens,)
+        if max(means) > MAX_TOKENS:
+            raise ValueError(f"mean_tokens must be at most {MAX_TOKENS:,}, found {max(means):g}")
         return self
 
 
@@ -122,13 +125,7 @@ class EmpiricalLengths(Frozen):
     """Drawn with replacement from a list of observed lengths."""
 
     kind: Literal["empirical"] = "empirical"
-    tokens: tuple[int, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _positive(self) -> Self:
-        if min(self.tokens) < 1:
-            raise ValueError("tokens must be at least 1")
-        return self
+    tokens: tuple[Tokens, ...] = Field(min_length=1)
 
 
 Lengths = Annotated[
@@ -181,6 +178,7 @@ class TraceWorkload(Frozen):
     extra_input_tokens: int = Field(
         default=0,
         ge=0,
+        le=MAX_TOKENS,
         description="tokens added to every input: the server's template, which a client's count lacks",
     )
 

@@ -281,6 +281,18 @@ def test_any_override_is_taken_or_refused_in_one_line(text: str) -> None:
             "control: {conversion_interval_s: 0.5}",
             "mine.yaml: control: conversion_interval_s 0.5 must be a whole multiple of control_interval_s 1.0",
         ),
+        (
+            "workload: {output_tokens: {kind: fixed, tokens: 2000000000}}",
+            "workload.synthetic.output_tokens.fixed.tokens: Input should be less than or equal to 1000000000",
+        ),
+        (
+            "workload: {output_tokens: {kind: poisson, mean_tokens: 2.0e+9}}",
+            "workload.synthetic.output_tokens.poisson: mean_tokens must be at most 1,000,000,000, found 2e+09",
+        ),
+        (
+            "workload: {output_tokens: {kind: empirical, tokens: [5, 0]}}",
+            "workload.synthetic.output_tokens.empirical.tokens.1: Input should be greater than or equal to 1",
+        ),
         ("model: gpt-7", "mine.yaml: model: unknown model 'gpt-7'; known: kimi-linear-48b-a3b, "),
         ("measure: {horizon_s: 5}\nmeasure: {horizon_s: 6}", "mine.yaml:4: not valid YAML: key 'measure' is"),
         (
