@@ -42,7 +42,7 @@ class ConversionParameters(GuardParameters, PlanningParameters):
     """Parameters of earliest finish with conversions."""
 
     margin_s: float = knob(0.0, "s", "margin of the routing, as in earliest finish")
-    period_s: float = knob(30.0, "s", "time between two searches of the split", gt=0)
+    period_s: float = knob(60.0, "s", "time between two searches of the split", gt=0)
 
 
 class EarliestFinishConversion:
