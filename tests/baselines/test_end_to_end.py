@@ -65,7 +65,7 @@ def test_conversions_beat_the_best_fixed_split(alternating) -> None:
     fixed = {n: run_alternating(alternating, "earliest_finish", n)["ttft_s"]["mean"] for n in range(3, 8)}
     best = min(fixed, key=lambda n: fixed[n])
     assert 3 < best < 7  # the best one was not missed at an end of the range
-    for rule in ("earliest_finish_conversion", "dual_timescale"):
+    for rule in ("earliest_finish_conversion:period_s=30", "dual_timescale"):
         metrics = run_alternating(alternating, rule, best)
         assert metrics["ttft_s"]["mean"] < 0.65 * fixed[best]
         assert 2 * (PHASES - 1) <= metrics["conversions"] <= 6 * PHASES
