@@ -200,7 +200,7 @@ class Admission(Frozen):
     max_queue_requests: int | None = Field(
         default=None,
         ge=1,
-        description="most requests waiting or running in the chosen prefill cluster's queue",
+        description="most requests that wait in the chosen prefill cluster's queue (running ones do not count)",
     )
 
 
