@@ -157,7 +157,7 @@ def test_arguments() -> None:
     parameters = inspect.signature(PrfaasEnv).parameters
     assert first_column(text, "| argument |") == list(parameters)
     for source in (text, inspect.getdoc(PrfaasEnv) or ""):
-        call = re.search(r'gym\.make\("PrfaaS-v0", (.*?)\)\n', source, re.DOTALL)
+        call = re.search(r'gym\.make\(\s*"PrfaaS-v0",\s*(.*?),?\s*\)\n', source, re.DOTALL)
         assert call
         given = dict(re.findall(r"(\w+)=(\S+?)(?:,|$)", call[1].replace("\n", " ")))
         assert given == {k: repr(p.default).replace("'", '"') for k, p in parameters.items()}
