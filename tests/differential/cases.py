@@ -91,7 +91,12 @@ def scenario_of(case: Case) -> Scenario:
                 "c2_s_per_token2": 1e-8,
                 "source": "made up",
             },
-            {"kind": "table", "tokens": [500, 1000, 4000], "seconds_at": [0.5, 1.0, 3.0], "source": "made up"},
+            {
+                "kind": "table",
+                "tokens": [500, 1000, 4000],
+                "seconds_at": [0.5, 1.0, 3.0],
+                "source": "made up",
+            },
         ],
     )
     remote = {"kind": "polynomial", "c0_s": 0.0, "c1_s_per_token": grid / 2, "source": "made up"}
@@ -213,9 +218,7 @@ def events_of(records: RequestRecords) -> list[tuple[int, int, str]]:
 
 
 def _fields_that_differ(a: Totals, b: Totals) -> list[str]:
-    return [
-        f"{name}: {x} / {y}" for name, x, y in zip(a._fields, a, b, strict=True) if x != y
-    ]
+    return [f"{name}: {x} / {y}" for name, x, y in zip(a._fields, a, b, strict=True) if x != y]
 
 
 def _compare_now(first: Engine, second: Engine, when: str) -> str | None:
