@@ -207,7 +207,8 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
 
     `autoreset_mode`: `NEXT_STEP` (default), `SAME_STEP` (the last observation and info are in
     `infos["final_obs"]` and `infos["final_info"]`) or `DISABLED`. Scalars of `info` come as arrays of shape
-    (num_envs,), `action_mask` as (num_envs, n).
+    (num_envs,), `action_mask` as (num_envs, n). Resets without a seed draw one from `episode_seeds`, the training
+    range unless it is set to another.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012
@@ -261,6 +262,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             self._reference = _Reference(other, policies, other.totals())
         self._randoms: list[np.random.Generator | None] = [None] * num_envs
         self._seeds = np.zeros(num_envs, dtype=np.int64)
+        self.episode_seeds = range(TRAINING_SEEDS)
         self._tick = np.zeros(num_envs, dtype=np.int64)
         self._clips = np.zeros(num_envs, dtype=np.int64)
         self._starts: list[Totals | None] = [None] * num_envs
@@ -300,7 +302,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self, actions: NDArray[Any]
     ) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Step every env; one that ended is reset now (`NEXT_STEP`) or was reset at once (`SAME_STEP`)."""
-        if self._randoms[0] is None:
+        if self._batch.worlds[0] is None:
             raise gym.error.ResetNeeded("call reset() before step()")
         value, move = self._decode(actions)
         renew = self._ended.copy()
@@ -318,7 +320,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         reward, terms = self._reward(live, before, until_ns)
         truncated = live & (until_ns >= self._horizon_ns)
         self._ended = truncated.copy()
-        finals = {int(e): self._final(int(e)) for e in np.flatnonzero(truncated)}
+        finals = {int(e): self.episode_metrics_of(int(e)) for e in np.flatnonzero(truncated)}
         infos = self._infos(live)
         infos["reward_terms"] = {**terms, **{f"_{name}": live for name in terms}}
         infos["_reward_terms"] = live
@@ -345,6 +347,28 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         out[:, :, n_grid:] = self._batch.legal.reshape(self.num_envs, n_pd, 3) != 0
         return out.reshape(self.num_envs, -1)
 
+    def seed_draws(self, seeds: Sequence[int | None]) -> None:
+        """Seed the generators that resets without a seed draw episode seeds from; None leaves one as it is."""
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} envs")
+        for e, seed in enumerate(seeds):
+            if seed is not None:
+                self._randoms[e], _ = seeding.np_random(seed)
+
+    @property
+    def telemetry_values(self) -> FloatArray:
+        """Readings behind the last observations in physical units, shape (num_envs, fields), in schema order."""
+        return self._batch.values.copy()
+
+    def telemetry_of(self, e: int) -> Telemetry:
+        """The reading behind the last observation of env e."""
+        return self._batch.telemetry_of(e)
+
+    def episode_metrics_of(self, e: int) -> dict[str, Any]:
+        """The figures of the running episode of env e so far."""
+        start = self._starts[e]
+        return self._batch.metrics_of(e, start if start is not None else self._batch.totals_of(e))
+
     # ------------------------------------------------------------------ inside
 
     def _seed_list(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
@@ -363,7 +387,8 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             if seed is not None or random is None:
                 random, _ = seeding.np_random(seed)
                 self._randoms[e] = random
-            self._seeds[e] = int(random.integers(TRAINING_SEEDS)) if seed is None else seed
+            drawn = self.episode_seeds
+            self._seeds[e] = int(random.integers(drawn.start, drawn.stop)) if seed is None else seed
             world = draw_world(self.scenario, int(self._seeds[e]))
             self._batch.load(e, world)
             if self._reference is not None:
@@ -473,10 +498,6 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             "action_mask": self.action_masks(),
         }
         return {**figures, **{f"_{name}": mask for name in figures}}
-
-    def _final(self, e: int) -> dict[str, Any]:
-        start = self._starts[e]
-        return self._batch.metrics_of(e, start if start is not None else self._batch.totals_of(e))
 
     def _add_metrics(
         self, infos: dict[str, Any], finals: dict[int, dict[str, Any]], truncated: BoolArray
