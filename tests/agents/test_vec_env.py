@@ -55,7 +55,7 @@ def equal(a: Any, b: Any) -> bool:
 def test_it_plays_what_the_scalar_envs_play(action: str, reward: str) -> None:
     """Three envs over three episodes each: observations, rewards, ends, all infos, masks and episode seeds."""
     kwargs = {**KWARGS, "action": action, "reward": reward, "reference": "static"}
-    ours = make_batched_vec_env([SHORT], 3, full_infos=True, **kwargs)
+    ours = make_batched_vec_env([SHORT], 3, **kwargs)
     theirs = dummy(SHORT, 3, **kwargs)
     ours.seed(40)
     theirs.seed(40)
@@ -81,8 +81,8 @@ def test_it_plays_what_the_scalar_envs_play(action: str, reward: str) -> None:
 
 def test_short_infos_and_arrays_hold_the_same() -> None:
     """Without `full_infos` a step's info is short, the last one of an episode is whole; `arrays` has it all."""
-    full = make_batched_vec_env([SHORT, LONGER], 5, full_infos=True, **KWARGS)
-    small = make_batched_vec_env([SHORT, LONGER], 5, **KWARGS)
+    full = make_batched_vec_env([SHORT, LONGER], 5, **KWARGS)
+    small = make_batched_vec_env([SHORT, LONGER], 5, full_infos=False, **KWARGS)
     for env in (full, small):
         env.seed(1)
         env.reset()
