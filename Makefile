@@ -20,7 +20,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow fuzz lint format constraints clean
+.PHONY: help install demo bench test test-slow fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install ## Run the demonstration; its results go to runs/demo
 	$(VENV)/bin/prfaas demo --out runs/demo
+
+bench: install ## Measure speed and memory against the targets (results: runs/bench.json)
+	mkdir -p runs
+	$(VENV)/bin/prfaas bench --out runs/bench.json
 
 test: install ## Run the default test suite
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from prfaas_env import __version__, cli_trace
 from prfaas_env.base import PrfaasError
+from prfaas_env.cli_bench import bench_command
 from prfaas_env.cli_plan import plan_command
 from prfaas_env.cli_simulate import simulate_command
 from prfaas_env.scenarios import load_scenario, scenario_names
@@ -69,6 +70,7 @@ app.add_typer(scenario_app, name="scenario")
 app.add_typer(cli_trace.app, name="trace")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("bench")(bench_command)
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,82 @@
+"""Benchmarks of this room for `prfaas bench`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium as gym
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+
+from prfaas_agents.ppo import make_ppo
+from prfaas_agents.settings import PpoSettings
+from prfaas_env import ENV_ID
+from prfaas_env.bench import SEED, Figure, Figures
+from prfaas_env.decision import ActionCodec
+
+
+class TimedSteps(VecEnvWrapper):
+    """Adds up the wall time between `step_async` and the end of `step_wait`, resets of ended episodes included."""
+
+    def __init__(self, venv: VecEnv) -> None:
+        super().__init__(venv)
+        self.steps_s = 0.0
+        self._start_s = 0.0
+
+    def reset(self) -> VecEnvObs:
+        """Reset every env (not timed)."""
+        return self.venv.reset()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step."""
+        self._start_s = time.perf_counter()
+        self.venv.step_async(actions)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """End it."""
+        result = self.venv.step_wait()
+        self.steps_s += time.perf_counter() - self._start_s
+        return result
+
+
+def _vec_env(n_envs: int) -> tuple[VecEnv, ActionCodec]:
+    """Envs of the drift scenario for Stable-Baselines3, and their codec."""
+    made = [gym.make(ENV_ID, scenario="drift", routing="margin") for _ in range(n_envs)]
+    codec: ActionCodec = made[0].unwrapped.codec  # type: ignore[attr-defined]
+    return DummyVecEnv([lambda env=env: env for env in made]), codec
+
+
+def ppo_figures(n_envs: int, n_steps: int, repeats: int) -> Figures:
+    """Share of the simulator in a PPO run: time inside the steps of the envs over the time of learning.
+
+    Args:
+        n_envs: envs.
+        n_steps: decisions per env between two updates; the rest as in `PpoSettings`.
+        repeats: rollouts with their update that are timed, after one that is not.
+    """
+    envs, codec = _vec_env(n_envs)
+    timed = TimedSteps(envs)
+    settings = PpoSettings(n_steps=n_steps, batch_size=min(PpoSettings().batch_size, n_envs * n_steps))
+    model = make_ppo(timed, codec, settings, SEED)
+    model.learn(n_envs * n_steps)
+    shares, rates = [], []
+    for _ in range(repeats):
+        timed.steps_s, start_s = 0.0, time.perf_counter()
+        model.learn(n_envs * n_steps, reset_num_timesteps=False)
+        elapsed_s = time.perf_counter() - start_s
+        shares.append(timed.steps_s / elapsed_s)
+        rates.append(n_envs * n_steps / elapsed_s)
+    timed.close()
+    what = f"PPO, {n_envs} envs x {n_steps} decisions per update"
+    return {
+        "simulator_share": Figure(
+            f"{what}: simulator in the wall time", "share", tuple(shares), "median", at_most=0.25
+        ),
+        "decisions_per_s": Figure(f"{what}: learning", "decisions/s, wall", tuple(rates), "highest"),
+    }
+
+
+def ppo_share(quick: bool) -> Figures:
+    """The simulator's share of training PPO."""
+    return ppo_figures(4, 16, 1) if quick else ppo_figures(64, 256, 3)
