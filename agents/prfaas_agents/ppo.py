@@ -8,6 +8,7 @@ of the weights: there are no running statistics that could be lost or differ bet
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,22 @@ def fit_scaling(model: PPO, steps: int) -> None:
     scaling.fit(np.concatenate(seen))  # type: ignore[arg-type]
 
 
+@dataclass
+class LearningRate:
+    """Linear from `start` to `end` over the training, whether that is measured in steps or in time.
+
+    Stable-Baselines3 calls it with its own progress, which knows steps alone; `done` (0 to 1) is set by the training.
+    """
+
+    start: float
+    end: float
+    done: float = 0.0
+
+    def __call__(self, progress_remaining: float) -> float:
+        """The rate now."""
+        return self.start + (self.end - self.start) * min(max(self.done, 0.0), 1.0)
+
+
 def make_ppo(vec_env: VecEnv, codec: ActionCodec, settings: PpoSettings, seed: int) -> PPO:
     """A PPO whose first policy is "no change" (see `start_neutral`). One torch thread: the network is small.
 
@@ -88,7 +105,7 @@ def make_ppo(vec_env: VecEnv, codec: ActionCodec, settings: PpoSettings, seed: i
     model = PPO(
         "MlpPolicy",
         vec_env,
-        learning_rate=settings.learning_rate,
+        learning_rate=LearningRate(settings.learning_rate, settings.final_learning_rate),
         n_steps=settings.n_steps,
         batch_size=settings.batch_size,
         n_epochs=settings.n_epochs,
@@ -127,6 +144,13 @@ def start_neutral(model: PPO, codec: ActionCodec, p_routing: float, p_move: floa
             p = p_routing if k % 2 == 0 else p_move
             bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))  # type: ignore[index, operator]
             part += n
+
+
+def set_progress(model: PPO, done: float) -> None:
+    """Tell the learning rate how much of the training is done (0 to 1)."""
+    rate = model.learning_rate
+    assert isinstance(rate, LearningRate)
+    rate.done = done
 
 
 def action_probabilities(model: PPO, observation: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:

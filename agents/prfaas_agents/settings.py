@@ -14,10 +14,11 @@ class PpoSettings(Frozen):
     """
 
     hidden: tuple[int, ...] = Field(default=(64, 64), description="units per hidden layer (tanh)")
-    learning_rate: float = Field(default=1e-3, gt=0)
-    n_steps: int = Field(default=256, ge=2, description="decisions per env between two updates")
-    batch_size: int = Field(default=128, ge=2, description="decisions per gradient step")
-    n_epochs: int = Field(default=10, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0, description="at the start")
+    final_learning_rate: float = Field(default=1e-4, gt=0, description="at the end; linear in between")
+    n_steps: int = Field(default=64, ge=2, description="decisions per env between two updates")
+    batch_size: int = Field(default=512, ge=2, description="decisions per gradient step")
+    n_epochs: int = Field(default=8, ge=1)
     gamma: float = Field(default=0.95, gt=0, lt=1, description="discount per decision")
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     clip_range: float = Field(default=0.2, gt=0)
@@ -26,7 +27,7 @@ class PpoSettings(Frozen):
     max_grad_norm: float = Field(default=0.5, gt=0)
     target_kl: float | None = Field(default=None, gt=0)
     scaling_steps: int = Field(
-        default=256, ge=1, description="decisions per env from which the fixed input scaling is measured"
+        default=240, ge=1, description="decisions per env from which the fixed input scaling is measured"
     )
     neutral_routing: float = Field(
         default=0.95, gt=0, lt=1, description='first probability of "margin 0" (or of the paper\'s threshold)'

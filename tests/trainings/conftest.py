@@ -31,7 +31,7 @@ def quick(**changes: Any) -> TrainingConfig:
         "engine": "simpy",
         "total_steps": 32,
         "n_envs": 2,
-        "workers": "none",
+        "vectorization": "none",
         "validation": {"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 16},
         "ppo": {"n_steps": 8, "batch_size": 8, "n_epochs": 2, "hidden": [8], "scaling_steps": 4},
     }

@@ -42,6 +42,16 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         ({"ppo": {"gamma": 1.0}}, r"ppo\.gamma"),
         ({"ppo": {"n_steps": 8, "batch_size": 32}}, r"batch_size 32 exceeds the 16 decisions"),
         ({"scenarios": []}, "scenarios"),
+        ({"vectorization": "batched"}, "vectorization batched needs engine compiled, found simpy"),
+        (
+            {
+                "vectorization": "batched",
+                "engine": "compiled",
+                "n_envs": 1,
+                "scenarios": [{"scenario": "paper"}] * 2,
+            },
+            r"n_envs 1 is fewer than one per scenario \(2\)",
+        ),
         ({"scenarios": [{"scenario": "paper", "weight": 0}]}, r"scenarios\.0\.weight"),
         ({"routing": "oracle"}, "routing"),
         ({"reward": "fame"}, "reward"),
@@ -95,11 +105,13 @@ def test_scenario_paths_are_relative_to_the_file(write_config: WriteConfig, tmp_
     assert yaml.safe_load(config.yaml())["scenarios"][0]["scenario"] == str(tmp_path / "mine.yaml")
 
 
-def test_a_decision_is_a_step_of_the_training_scenario_alone(quick: Quick) -> None:
+def test_a_decision_is_a_step_of_the_training_env(quick: Quick) -> None:
     config = quick(decision_interval_s=5.0)
-    assert config.load_scenarios()[0].control.control_interval_s == 5.0
-    # Validation runs in the scenario as others do; the policy holds its decision there.
-    assert config.load_scenarios(validation=True)[0].control.control_interval_s == 1.0
+    scenarios = config.load_scenarios()
+    assert scenarios[0].control.control_interval_s == 1.0
+    steps = config.at_decision_interval(scenarios)
+    assert steps[0].control.control_interval_s == 5.0
+    assert steps[0].replace(control=scenarios[0].control) == scenarios[0]
 
 
 def test_validation_has_overrides_of_its_own(quick: Quick) -> None:
@@ -123,8 +135,9 @@ def test_validation_has_overrides_of_its_own(quick: Quick) -> None:
     ],
 )
 def test_scenarios_that_do_not_fit(quick: Quick, changes: dict[str, Any], message: str) -> None:
+    config = quick(**changes)
     with pytest.raises(PrfaasError, match=message):
-        quick(**changes).load_scenarios()
+        config.at_decision_interval(config.load_scenarios())
 
 
 def test_the_codec_is_that_of_the_env(quick: Quick) -> None:

@@ -18,8 +18,15 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from prfaas_env.env import PrfaasEnv
 from prfaas_trainings.config import TrainingConfig
-from prfaas_trainings.envs import EPISODE_COLUMNS, EnvFactory, ScenarioMix, ShapedReward
-from prfaas_trainings.training import make_vec_env
+from prfaas_trainings.envs import (
+    EPISODE_COLUMNS,
+    EnvFactory,
+    EpisodeColumns,
+    ScenarioMix,
+    ShapedReward,
+    make_vec_env,
+    shaped,
+)
 
 Quick = Callable[..., TrainingConfig]
 TWO = [
@@ -31,7 +38,7 @@ TWO = [
 def factory(config: TrainingConfig, index: int = 0, folder: Path | None = None, **changes: Any) -> EnvFactory:
     fields: dict[str, Any] = {
         "index": index,
-        "scenarios": config.load_scenarios(),
+        "scenarios": config.at_decision_interval(config.load_scenarios()),
         "weights": tuple(s.weight for s in config.scenarios),
         "seeds": config.training_seeds.seeds,
         "routing": config.routing,
@@ -127,8 +134,7 @@ def test_masks_and_figures_are_those_of_the_env_that_plays(quick: Quick) -> None
         assert isinstance(inner, PrfaasEnv)
         assert np.array_equal(env.get_wrapper_attr("action_masks")(), inner.action_masks())
         _, _, _, _, info = env.step(inner.codec.neutral())
-        assert info["prefill_instances"] == 3.0
-        assert mix_of(env).running_figures()["arrived"] == info["arrived"]
+        assert mix_of(env).episode_metrics()["requests"]["arrived"] == info["arrived"]
     env.close()
 
 
@@ -149,16 +155,16 @@ def test_the_shaped_reward_by_hand(quick: Quick, shape: Any, reward: float, shap
 def test_episode_files_hold_the_reward_of_the_env(quick: Quick, tmp_path: Path) -> None:
     env: Any = factory(quick(), folder=tmp_path, reward_shape="log", reward_factor=0.05)()
     env.reset(seed=0)
-    own, shaped = 0.0, 0.0
+    own, learned_from = 0.0, 0.0
     while True:
         _, reward, _, truncated, info = env.step(quick().codec().neutral())
         own += math.fsum(info["reward_terms"].values())
-        shaped += reward
+        learned_from += reward
         if truncated:
             break
     rows = read_episodes(tmp_path / "0.monitor.csv")
     assert float(rows[0]["r"]) == pytest.approx(own, abs=1e-6)
-    assert shaped != pytest.approx(own)
+    assert learned_from != pytest.approx(own)
     assert int(rows[0]["l"]) == 4
 
 
@@ -205,6 +211,68 @@ def test_every_worker_writes_a_file_of_its_own(quick: Quick, tmp_path: Path) -> 
     vec_env.close()
 
 
+# ------------------------------------------------------------------------------------------------ batched
+
+
+BATCHED = {"vectorization": "batched", "engine": "compiled", "n_envs": 4}
+
+
+def test_batched_envs_play_what_single_ones_play(quick: Quick) -> None:
+    """Same episode seeds and actions: same observations, rewards and episode columns."""
+    config = quick(scenarios=TWO, reward_shape="log", **BATCHED)
+    batched = make_vec_env(config, None)
+    batched.seed(3)
+    observations = batched.reset()
+    inside = batched.venv.venv  # type: ignore[attr-defined]
+    assert isinstance(inside, EpisodeColumns)
+    # 3 of 4 envs play the scenario of weight 3.
+    names = [batch.scenario.name for batch in inside.venv.batches for _ in range(batch.num_envs)]
+    assert names == ["paper", "paper", "paper", "drift"]
+    seeds = [int(info["episode_seed"]) for info in inside.venv.reset_infos]
+    assert len(set(seeds)) == 4
+    scenarios = {s.name: s for s in config.at_decision_interval(config.load_scenarios())}
+    single = [PrfaasEnv(scenarios[n], routing="margin", engine="simpy") for n in names]
+    assert np.array_equal(observations, [env.reset(seed=k)[0] for env, k in zip(single, seeds, strict=True)])
+    rng = np.random.default_rng(0)
+    actions = np.stack([rng.integers(13, size=4), rng.integers(3, size=4)], axis=1)
+    observations, rewards, dones, infos = batched.step(actions)
+    for e, env in enumerate(single):
+        own, reward, _, truncated, info = env.step(actions[e])
+        assert rewards[e] == pytest.approx(shaped(np.array(reward), "log", 1 - config.ppo.gamma), rel=1e-5)
+        assert dones[e] == truncated
+        assert infos[e]["reward_terms"] == pytest.approx(info["reward_terms"])
+        if truncated:
+            assert names[e] == infos[e]["scenario"] == "paper"
+            assert infos[e]["episode_seed"] == seeds[e]
+            assert infos[e]["ttft_p90_s"] == info["episode_metrics"]["ttft_s"]["p90"]
+            assert infos[e]["TimeLimit.truncated"]
+            assert np.array_equal(infos[e]["terminal_observation"], own)
+        else:
+            assert np.array_equal(observations[e], own)  # type: ignore[index]
+    assert dones.tolist() == [True, True, True, False]
+    batched.close()
+
+
+def test_batched_episode_file_and_masks(quick: Quick, tmp_path: Path) -> None:
+    batched = make_vec_env(quick(scenarios=TWO, **BATCHED), tmp_path)
+    batched.seed(0)
+    batched.reset()
+    assert [len(mask) for mask in batched.env_method("action_masks")] == [16] * 4
+    total = np.zeros(4)
+    for _ in range(4):
+        infos = batched.step(np.tile(quick().codec().neutral(), (4, 1)))[3]
+        total += [math.fsum(info["reward_terms"].values()) for info in infos]
+        if "episode" in infos[3]:
+            assert infos[3]["episode"]["r"] == pytest.approx(total[3], abs=1e-5)
+            total[3] = 0.0
+    check_episode_files(tmp_path, 1, 14)
+    rows = read_episodes(tmp_path / "0.monitor.csv")
+    assert [row["scenario"] for row in rows].count("drift") == 2
+    assert len({row["episode_seed"] for row in rows}) == len(rows)
+    assert batched.env_method("episode_metrics", indices=[0])[0]["requests"]["arrived"] == 0
+    batched.close()
+
+
 # ------------------------------------------------------------------------------------------- fresh workers
 
 
@@ -225,8 +293,8 @@ def test_workers_that_start_afresh_give_attributes_and_masks(workers: VecEnv) ->
     masks = workers.env_method("action_masks")
     assert [len(mask) for mask in masks] == [16, 16]
     assert workers.get_attr("action_space") == [workers.action_space] * 2
-    figures = workers.env_method("running_figures")
-    assert figures[0]["arrived"] == 0.0
+    figures = workers.env_method("episode_metrics")
+    assert figures[0]["requests"]["arrived"] == 0
     seeds = [info["episode_seed"] for info in workers.reset_infos]
     assert seeds[0] != seeds[1]
 

@@ -55,6 +55,18 @@ def test_rows(text: str, policy: str, deployment: str | None) -> None:
     assert parse_row(text) == Row(text, policy, deployment)
 
 
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("agent=ppo:path=runs/a/policy.zip", Row("agent", "ppo:path=runs/a/policy.zip")),
+        ("all H20=never@homogeneous", Row("all H20", "never", "homogeneous")),
+        ("low=static:threshold_tokens=8000", Row("low", "static:threshold_tokens=8000")),
+    ],
+)
+def test_labels(text: str, row: Row) -> None:
+    assert parse_row(text) == row
+
+
 def test_a_row_on_a_deployment_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -67,7 +79,7 @@ def test_a_row_on_a_deployment_from_a_file(tmp_path: Path) -> None:
     assert row.scenario(SHORT).measure == SHORT.measure
 
 
-@pytest.mark.parametrize("text", ["never@homogenous", "never@", "@naive"])
+@pytest.mark.parametrize("text", ["never@homogenous", "never@", "@naive", "=never", "agent=", "agent=@naive"])
 def test_a_wrong_deployment_is_named(text: str) -> None:
     with pytest.raises(PrfaasError, match="--policy") as caught:
         parse_row(text)

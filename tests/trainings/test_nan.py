@@ -9,7 +9,7 @@ import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan
 
 from prfaas_trainings.config import TrainingConfig
-from prfaas_trainings.training import make_vec_env
+from prfaas_trainings.envs import make_vec_env
 
 STEPS = 10_000
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -48,7 +48,7 @@ def test_random_decisions_never_give_nan(case: str) -> None:
             "reward": "cost",
             "total_steps": 1,
             "n_envs": 1,
-            "workers": "none",
+            "vectorization": "none",
             "ppo": {"n_steps": 256},
         }
     )

@@ -26,8 +26,9 @@ from prfaas_env.simulator.run import simulate
 from prfaas_trainings import training
 from prfaas_trainings.compare import compare
 from prfaas_trainings.config import TrainingConfig, load_config
+from prfaas_trainings.envs import make_vec_env
 from prfaas_trainings.episodes import EpisodeRunner, Row
-from prfaas_trainings.training import Run, StopSign, make_vec_env, short_run_warning, train, validate
+from prfaas_trainings.training import Run, StopSign, short_run_warning, train, validate
 
 from .test_envs import check_episode_files
 
@@ -334,7 +335,7 @@ def test_a_dead_worker_ends_the_training_and_leaves_the_last_checkpoint(
     monkeypatch.setattr(Run, "checkpoint", checkpoint)
     out = tmp_path / "run"
     with pytest.raises(PrfaasError, match=r"env worker 1 ended with signal 9; what was learned .* is in"):
-        train(quick(total_steps=1000, workers="processes"), out, runner=runner)
+        train(quick(total_steps=1000, vectorization="processes"), out, runner=runner)
     assert json.loads((out / "run.json").read_text())["status"] == "env worker 1 ended with signal 9"
     assert LearnedPolicy(out).record.steps == 0 or LearnedPolicy(out).record.steps == 16
     assert LearnedPolicy(out / "checkpoints" / "step_000000016").record.steps == 16

@@ -32,7 +32,7 @@ def compare(
         typer.Option(
             "--policy",
             "-p",
-            help="POLICY[:key=value,...][@DEPLOYMENT]; may be repeated. Default: every rule.",
+            help="[LABEL=]POLICY[:key=value,...][@DEPLOYMENT]; may be repeated. Default: every rule.",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of episode seeds.")] = 20,

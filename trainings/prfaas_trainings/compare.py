@@ -129,10 +129,11 @@ def rows_of(policies: Sequence[str], deployments: bool) -> tuple[Row, ...]:
     texts = list(policies) or list(DEFAULT_POLICIES)
     if deployments:
         texts = [t for t in DEPLOYMENT_ROWS if t not in texts] + texts
-    for text, count in Counter(texts).items():
+    rows = tuple(parse_row(text) for text in texts)
+    for label, count in Counter(row.label for row in rows).items():
         if count > 1:
-            raise PrfaasError(f"--policy {text!r} is given {count} times")
-    return tuple(parse_row(text) for text in texts)
+            raise PrfaasError(f"--policy {label!r} is given {count} times")
+    return rows
 
 
 def labels_of(scenarios: Sequence[Scenario]) -> tuple[str, ...]:

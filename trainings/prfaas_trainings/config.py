@@ -54,7 +54,7 @@ def _check_split(seeds: range, split: Split, field: str) -> None:
 class Validation(Frozen):
     """How the best policy of a training is chosen: on its scenarios, with seeds of their own, without chance."""
 
-    seeds: SeedRange = SeedRange(first=SPLITS["validation"].start, count=8)
+    seeds: SeedRange = SeedRange(first=SPLITS["validation"].start, count=32)
     every_steps: int = Field(default=8192, ge=1, description="decisions between two checkpoints")
     overrides: tuple[str, ...] = Field(
         default=(), description="field.path=value for the validation scenarios alone"
@@ -82,9 +82,10 @@ class TrainingConfig(Frozen):
     total_steps: int | None = Field(default=None, ge=1, description="stop after this many decisions")
     minutes: float | None = Field(default=None, gt=0, description="stop after this time, validation included")
     engine: EngineName = DEFAULT_ENGINE
-    n_envs: int = Field(default=4, ge=1)
-    workers: Literal["processes", "none"] = Field(
-        default="processes", description="one process per env, or every env in the main process"
+    n_envs: int = Field(default=64, ge=1)
+    vectorization: Literal["batched", "processes", "none"] = Field(
+        default="batched",
+        description="all envs in one compiled call, one process per env, or one after another in this process",
     )
     seed: int = Field(default=0, ge=0, description="seed of weights, action sampling and episode seeds")
     training_seeds: SeedRange = SeedRange(first=0, count=SPLITS["training"].stop)
@@ -96,6 +97,13 @@ class TrainingConfig(Frozen):
         _check_split(self.training_seeds.seeds, "training", "training_seeds")
         if self.total_steps is None and self.minutes is None:
             raise ValueError("give total_steps, minutes, or both (the first one reached ends the training)")
+        if self.vectorization == "batched":
+            if self.engine != "compiled":
+                raise ValueError(f"vectorization batched needs engine compiled, found {self.engine}")
+            if self.n_envs < len(self.scenarios):
+                raise ValueError(
+                    f"n_envs {self.n_envs} is fewer than one per scenario ({len(self.scenarios)})"
+                )
         rollout = self.ppo.n_steps * self.n_envs
         if self.ppo.batch_size > rollout:
             raise ValueError(
@@ -105,17 +113,14 @@ class TrainingConfig(Frozen):
         return self
 
     def load_scenarios(self, *, validation: bool = False) -> tuple[Scenario, ...]:
-        """The scenarios with overrides and with the decision interval as their control interval.
-
-        An env step is then one decision: an action repeat without a wrapper, whose reward is the mean over the
-        interval. A policy run in the scenario itself holds its decision in between, which is the same thing.
+        """The scenarios with their overrides, and with those of the validation if asked for.
 
         Raises:
             PrfaasError: a scenario or override that is wrong, scenarios with different observations, a decision
-                interval that does not fit the scenario's clocks.
+                interval that does not fit a scenario's clocks.
         """
         extra = self.validation.overrides if validation else ()
-        found = [load_scenario(s.scenario, overrides=[*s.overrides, *extra]) for s in self.scenarios]
+        found = tuple(load_scenario(s.scenario, overrides=[*s.overrides, *extra]) for s in self.scenarios)
         for scenario in found:
             self._check_clock(scenario)
         first = scenario_schema(found[0])
@@ -126,10 +131,17 @@ class TrainingConfig(Frozen):
                     f"training {self.name}: scenarios {found[0].name} and {scenario.name} have different "
                     f"observations: {difference}"
                 )
+        return found
+
+    def at_decision_interval(self, scenarios: Sequence[Scenario]) -> tuple[Scenario, ...]:
+        """The scenarios with the decision interval as their control interval.
+
+        An env step is then one decision: an action repeat without a wrapper, whose reward is the mean over the
+        interval. In the scenario itself the policy holds its decision in between, which gives the same episode,
+        event for event, so validation uses this quicker form too.
+        """
         interval = f"control.control_interval_s={self.decision_interval_s!r}"
-        return (
-            tuple(load_scenario(s, overrides=[interval]) for s in found) if not validation else tuple(found)
-        )
+        return tuple(load_scenario(scenario, overrides=[interval]) for scenario in scenarios)
 
     def _check_clock(self, scenario: Scenario) -> None:
         ratio = self.decision_interval_s / scenario.control.control_interval_s

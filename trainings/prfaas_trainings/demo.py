@@ -70,7 +70,7 @@ def demo_plan(minutes: float, quick: bool) -> DemoPlan:
                 "minutes=null",
                 "total_steps=64",
                 "n_envs=2",
-                "workers=none",
+                "vectorization=none",
                 "engine=simpy",
                 "scenarios.0.overrides=[measure.horizon_s=120]",
                 "scenarios.1.overrides=[workload.end_s=120, measure.horizon_s=120]",

@@ -108,19 +108,26 @@ class Row:
 
 
 def parse_row(text: str) -> Row:
-    """`POLICY` or `POLICY@DEPLOYMENT`; the deployment is a scenario's name or the path of a YAML file."""
-    policy, separator, deployment = text.rpartition("@")
+    """`[LABEL=]POLICY[@DEPLOYMENT]`; the deployment is a scenario's name or the path of a YAML file.
+
+    A label ends at an equals sign before the first colon; without one the text itself is the label.
+    """
+    label, spec = text, text
+    before, separator, after = text.partition("=")
+    if separator and ":" not in before:
+        label, spec = before.strip(), after
+    policy, separator, deployment = spec.rpartition("@")
     is_path_part = "/" in deployment and not deployment.endswith((".yaml", ".yml"))
     if not separator or is_path_part:
-        return Row(text, text)
-    if not policy:
-        raise PrfaasError(f"--policy {text!r}: write it as POLICY or POLICY@DEPLOYMENT")
-    if deployment not in scenario_names() and not Path(deployment).is_file():
+        policy, deployment = spec, ""
+    elif deployment not in scenario_names() and not Path(deployment).is_file():
         raise PrfaasError(
             f"--policy {text!r}: unknown deployment {deployment!r}; shipped: {', '.join(scenario_names())}; "
             "or a path to a .yaml file"
         )
-    return Row(text, policy, deployment)
+    if not label or not policy:
+        raise PrfaasError(f"--policy {text!r}: write it as [LABEL=]POLICY[@DEPLOYMENT]")
+    return Row(label, policy, deployment or None)
 
 
 def is_learned(policy: Policy) -> bool:

@@ -7,14 +7,19 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
 from prfaas_env.decision import MARGIN_MAX_S, ActionCodec
+from prfaas_env.telemetry import TelemetrySchema
+from prfaas_trainings.episodes import figures_of
 
 #: Prefix of our scalars.
 PREFIX = "prfaas"
 #: Figures of episodes: those that ended in the rollout, else the running ones so far.
 _EPISODE_FIGURES = ("ttft_mean_s", "ttft_p90_s", "goodput_rps")
+#: Most running episodes that are looked at (their figures cost more than a step).
+_MAX_RUNNING = 4
 #: Cumulative counters of `info`, logged per hour of simulated time.
 _COUNTERS = {"conversions": "conversions_per_hour", "invalid_moves": "invalid_moves_per_hour"}
 
@@ -26,9 +31,10 @@ class ScalarsCallback(BaseCallback):
     at the end of the grid), prefill instances, conversions and invalid moves per hour.
     """
 
-    def __init__(self, codec: ActionCodec, decision_interval_s: float) -> None:
+    def __init__(self, codec: ActionCodec, schema: TelemetrySchema, decision_interval_s: float) -> None:
         super().__init__()
         self._codec = codec
+        self._schema = schema
         self._interval_s = decision_interval_s
         self._routing = _routing_values(codec)
         self._before: list[dict[str, float]] = []
@@ -50,7 +56,6 @@ class ScalarsCallback(BaseCallback):
             self._sums["reward"] += math.fsum(terms.values())
             for name, value in terms.items():
                 self._sums[f"reward_{name}"] += value
-            self._sums["prefill_instances"] += info["prefill_instances"]
             before = self._before[k]
             for name in ("egress_bits", *_COUNTERS):
                 self._sums[name] += info[name] - before[name]
@@ -58,6 +63,9 @@ class ScalarsCallback(BaseCallback):
             if self.locals["dones"][k]:
                 before.clear()
                 self._finished.append(info)
+        for i in range(self._schema.n_pd):
+            seen = decoded(self._schema, f"pd{i}.prefill_instances", self.locals["new_obs"])
+            self._sums["prefill_instances"] += float(seen.sum())
         parts = np.asarray(actions).reshape(len(infos), -1)[:, 0::2]
         self._sums["routing"] += float(self._routing[parts].mean(axis=1).sum())
         return True
@@ -76,9 +84,13 @@ class ScalarsCallback(BaseCallback):
             self._record("margin_mean_s", mean)
         else:
             self._record("threshold_log_mean_tokens", math.exp(mean))
-        episodes = self._finished or self.training_env.env_method("running_figures")
+        some = range(min(self.training_env.num_envs, _MAX_RUNNING))
+        ended = self._finished or [
+            {"episode_metrics": m} for m in self.training_env.env_method("episode_metrics", indices=some)
+        ]
+        episodes = [figures_of(info["episode_metrics"]) for info in ended]
         for name in _EPISODE_FIGURES:
-            values = [e[name] for e in episodes if e[name] is not None]
+            values = [v for v in (figures[name] for figures in episodes) if v is not None]
             if values:
                 self._record(name, float(np.mean(values)))
         self._clear()
@@ -87,10 +99,25 @@ class ScalarsCallback(BaseCallback):
         self.logger.record(f"{PREFIX}/{name}", value)
 
 
-def _routing_values(codec: ActionCodec) -> np.ndarray[Any, np.dtype[np.float64]]:
+def decoded(schema: TelemetrySchema, name: str, observations: NDArray[np.float32]) -> NDArray[np.float64]:
+    """A telemetry field in its unit again, from observations of shape (n, fields); shape (n,)."""
+    k = schema.index[name]
+    field = schema.fields[k]
+    seen = observations[:, k].astype(np.float64)
+    if field.scale == "linear":
+        return seen * (field.high - field.low) + field.low
+    low, high = (math.copysign(math.log1p(abs(x) / field.scale_at), x) for x in (field.low, field.high))
+    bent = seen * (high - low) + low
+    return np.copysign(np.expm1(np.abs(bent)) * field.scale_at, bent)
+
+
+def _routing_values(codec: ActionCodec) -> NDArray[np.float64]:
     """What is averaged for each choice of the routing part: the margin in s, or the log of the threshold."""
-    grid = np.array(codec.grid)
+    grid = np.array(codec.grid, dtype=np.float64)
+    values: NDArray[np.float64]
     if codec.routing == "margin":
-        return np.clip(grid, -MARGIN_MAX_S, MARGIN_MAX_S)
-    finite = grid[np.isfinite(grid) & (grid > 0)]
-    return np.log(np.clip(grid, finite.min(), finite.max()))
+        values = np.clip(grid, -MARGIN_MAX_S, MARGIN_MAX_S)
+    else:
+        finite = grid[np.isfinite(grid) & (grid > 0)]
+        values = np.log(np.clip(grid, finite.min(), finite.max()))
+    return values

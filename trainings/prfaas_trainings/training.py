@@ -19,10 +19,10 @@ from typing import Any
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env import VecEnv
 
 from prfaas_agents.learned import LearnedPolicy
-from prfaas_agents.ppo import fit_scaling, make_ppo, save_policy
+from prfaas_agents.ppo import fit_scaling, make_ppo, save_policy, set_progress
 from prfaas_agents.record import (
     POLICY_FILE,
     RECORD_FILE,
@@ -38,7 +38,7 @@ from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.world import scenario_schema
 from prfaas_trainings.compare import Comparison, compare, labels_of, replayed_slice, versions
 from prfaas_trainings.config import TrainingConfig
-from prfaas_trainings.envs import EnvFactory
+from prfaas_trainings.envs import make_vec_env
 from prfaas_trainings.episodes import EpisodeRunner, Row, default_jobs, warm_up
 from prfaas_trainings.folders import check_folder
 from prfaas_trainings.progress import ProgressReport
@@ -151,6 +151,7 @@ class Run:
         self._training_scenarios = config.load_scenarios()
         self._labels = scenario_labels(self._scenarios)
         self.codec = config.codec()
+        self.schema = scenario_schema(self._scenarios[0])
         self.model: PPO = make_ppo(vec_env, self.codec, config.ppo, config.seed)
         fit_scaling(self.model, config.ppo.scaling_steps)
         self.validations: list[Validated] = []
@@ -171,7 +172,7 @@ class Run:
         config = self.config
         seeds = {"training": config.training_seeds, "validation": config.validation.seeds}
         return PolicyRecord(
-            telemetry=TelemetryRecord.of(scenario_schema(self._scenarios[0])),
+            telemetry=TelemetryRecord.of(self.schema),
             action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
             decision_interval_s=config.decision_interval_s,
             hidden=config.ppo.hidden,
@@ -246,7 +247,7 @@ def validate(
     """A saved policy on the validation seeds, by the code of `prfaas compare` (so its figures are equal)."""
     row = Row(CANDIDATE, functools.partial(LearnedPolicy, folder / POLICY_FILE))
     return compare(
-        scenarios,
+        config.at_decision_interval(scenarios),
         [row],
         seeds=config.validation.seeds.seeds,
         split="validation",
@@ -295,6 +296,7 @@ class ScheduleCallback(BaseCallback):
         if not math.isnan(self._rollout_start_s):
             self._rollout_s = now_s - self._rollout_start_s  # the last rollout with its update
         self._rollout_start_s = now_s
+        set_progress(self._run.model, self._done())
         if self.num_timesteps >= self._next_checkpoint:
             self._checkpoint()
             self._rollout_start_s = time.monotonic()
@@ -317,13 +319,15 @@ class ScheduleCallback(BaseCallback):
         self._report()
         return not self._end
 
-    def _report(self) -> None:
+    def _done(self) -> float:
+        """Share of the training that is done, 0 to 1."""
         total = self._run.config.total_steps
         by_time = self._elapsed_s() / self._limit_s
         by_steps = self.num_timesteps / total if total is not None else 0.0
-        self._run.report.update(
-            round(1000 * min(max(by_time, by_steps), 1.0)), f"step {self.num_timesteps:,}"
-        )
+        return min(max(by_time, by_steps), 1.0)
+
+    def _report(self) -> None:
+        self._run.report.update(round(1000 * self._done()), f"step {self.num_timesteps:,}")
 
 
 def describe(validated: Validated) -> str:
@@ -336,31 +340,6 @@ def describe(validated: Validated) -> str:
 
 
 # ------------------------------------------------------------------------------------------- the call
-
-
-def make_vec_env(config: TrainingConfig, episodes_folder: Path | None) -> VecEnv:
-    """The training envs; with `workers: processes` each in a process of its own that starts afresh ("spawn")."""
-    scenarios = config.load_scenarios()
-    weights = tuple(s.weight for s in config.scenarios)
-    factories = [
-        EnvFactory(
-            index=k,
-            scenarios=scenarios,
-            weights=weights,
-            seeds=config.training_seeds.seeds,
-            routing=config.routing,
-            reward=config.reward,
-            reference=config.reference,
-            engine=config.engine,
-            reward_shape=config.reward_shape,
-            reward_factor=1.0 - config.ppo.gamma,
-            episodes_folder=episodes_folder,
-        )
-        for k in range(config.n_envs)
-    ]
-    if config.workers == "none":
-        return DummyVecEnv(list(factories))
-    return SubprocVecEnv(list(factories), start_method="spawn")
 
 
 def _end_workers(vec_env: VecEnv) -> None:
@@ -418,6 +397,8 @@ def train(
     start_s = time.monotonic()
     check_out(out, force)
     scenarios = config.load_scenarios()
+    config.load_scenarios(validation=True)
+    config.at_decision_interval(scenarios)
     if out.exists():
         shutil.rmtree(out)
     (out / "episodes").mkdir(parents=True)
@@ -493,7 +474,7 @@ def _learn(run: Run, sign: StopSign, start_s: float, facts: dict[str, Any]) -> S
     first = run.checkpoint()
     run.report.say(f"first policy (no change): {describe(first)}")
     schedule = ScheduleCallback(run, sign, start_s)
-    scalars = ScalarsCallback(run.codec, config.decision_interval_s)
+    scalars = ScalarsCallback(run.codec, run.schema, config.decision_interval_s)
     if not sign.is_set:
         model.learn(
             total_timesteps=config.total_steps if config.total_steps is not None else 2**62,
