@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -240,7 +239,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self.scenario = load_scenario(scenario)
         self.schema = scenario_schema(self.scenario)
         self.codec = ActionCodec(self.schema.n_pd, routing, action)
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode = _autoreset_mode(autoreset_mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
         # the scalar env checks its arguments and declares the spaces
         single = PrfaasEnv(self.scenario, routing=routing, action=action, reward=reward, reference=reference)
@@ -322,14 +321,13 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self._ended = truncated.copy()
         finals = {int(e): self.episode_metrics_of(int(e)) for e in np.flatnonzero(truncated)}
         infos = self._infos(live)
-        infos["reward_terms"] = {**terms, **{f"_{name}": live for name in terms}}
-        infos["_reward_terms"] = live
+        _add_terms(infos, terms, live)
         if finals:
             self._add_metrics(infos, finals, truncated)
         if renew.any():
             self._renew(renew, infos)
         if finals and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            infos = self._reset_at_once(truncated, infos)
+            infos = self._reset_at_once(live, truncated, infos, terms)
         terminated = np.zeros(self.num_envs, dtype=np.bool_)
         return self._batch.observation.copy(), reward, terminated, truncated, infos
 
@@ -349,9 +347,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
 
     def seed_draws(self, seeds: Sequence[int | None]) -> None:
         """Seed the generators that resets without a seed draw episode seeds from; None leaves one as it is."""
-        if len(seeds) != self.num_envs:
-            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} envs")
-        for e, seed in enumerate(seeds):
+        for e, seed in enumerate(self._seed_list(seeds)):
             if seed is not None:
                 self._randoms[e], _ = seeding.np_random(seed)
 
@@ -375,10 +371,17 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         if seed is None:
             return [None] * self.num_envs
         if isinstance(seed, int | np.integer):
-            return [int(seed) + e for e in range(self.num_envs)]
-        if len(seed) != self.num_envs:
-            raise ValueError(f"{len(seed)} seeds for {self.num_envs} envs")
-        return list(seed)
+            seeds: list[int | None] = [int(seed) + e for e in range(self.num_envs)]
+        elif isinstance(seed, str) or not isinstance(seed, Sequence | np.ndarray):
+            raise ValueError(f"seed is {seed!r}; a whole number, None, or one of these per env")
+        else:
+            seeds = list(seed)
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} envs")
+        for e, each in enumerate(seeds):
+            if each is not None and (not isinstance(each, int | np.integer) or each < 0):
+                raise ValueError(f"seed of env {e} is {each}; it must be a whole number of at least 0")
+        return seeds
 
     def _reset(self, envs: NDArray[Any], seeds: list[int | None]) -> None:
         for e in envs.tolist():
@@ -518,25 +521,42 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         infos["episode_seed"] = self._seeds.copy()
         infos["_episode_seed"] = renew
 
-    def _reset_at_once(self, truncated: BoolArray, infos: dict[str, Any]) -> dict[str, Any]:
+    def _reset_at_once(
+        self, live: BoolArray, truncated: BoolArray, infos: dict[str, Any], terms: dict[str, FloatArray]
+    ) -> dict[str, Any]:
         """SAME_STEP: keep the last observation and info, and start the next episode."""
         final_obs = np.full(self.num_envs, None, dtype=object)
         for e in np.flatnonzero(truncated).tolist():
             final_obs[e] = self._batch.observation[e].copy()
         final_info = {
-            name: np.copy(values) if isinstance(values, np.ndarray) else copy(values)
+            name: np.copy(values)
             for name, values in infos.items()
-            if not name.startswith("_")
+            if isinstance(values, np.ndarray) and not name.startswith("_")
         }
         final_info.update({f"_{name}": truncated for name in list(final_info)})
+        _add_terms(final_info, terms, truncated)
         self._reset(np.flatnonzero(truncated), [None] * self.num_envs)
         fresh = self._infos(np.ones(self.num_envs, dtype=np.bool_))
+        _add_terms(fresh, terms, live & ~truncated)
         fresh["episode_seed"] = self._seeds.copy()
         fresh["_episode_seed"] = truncated
-        fresh["reward_terms"] = infos["reward_terms"]
-        fresh["_reward_terms"] = infos["_reward_terms"]
         fresh["final_obs"] = final_obs
         fresh["_final_obs"] = truncated
         fresh["final_info"] = final_info
         fresh["_final_info"] = truncated
         return fresh
+
+
+def _add_terms(infos: dict[str, Any], terms: dict[str, FloatArray], mask: BoolArray) -> None:
+    """Terms of the reward of the envs in `mask`, if there is one."""
+    if mask.any():
+        infos["reward_terms"] = {**terms, **{f"_{name}": mask for name in terms}}
+        infos["_reward_terms"] = mask
+
+
+def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        allowed = ", ".join(repr(known.value) for known in AutoresetMode)
+        raise PrfaasError(f"autoreset_mode is {mode!r}; allowed: {allowed}") from None

@@ -233,11 +233,11 @@ def _add_figures(rows: Sequence[dict[str, Any]], info: Mapping[str, Any]) -> Non
     """Put the figures of each env of a batch into its row."""
     names = [name for name in info if not name.startswith("_") and name not in _NOT_PER_ENV]
     columns = [info[name].tolist() for name in names]
-    terms = [name for name in info["reward_terms"] if not name.startswith("_")]
-    values = [info["reward_terms"][name].tolist() for name in terms]
+    found = _terms_of(info)
+    values = [found[name].tolist() for name in found]
     for row, figures, term in zip(rows, zip(*columns, strict=True), zip(*values, strict=True), strict=True):
         row.update(zip(names, figures, strict=True))
-        row["reward_terms"] = dict(zip(terms, term, strict=True))
+        row["reward_terms"] = dict(zip(found, term, strict=True))
 
 
 def _last_row(info: Mapping[str, Any], e: int) -> dict[str, Any]:
@@ -248,11 +248,16 @@ def _last_row(info: Mapping[str, Any], e: int) -> dict[str, Any]:
         for name in final
         if not name.startswith("_") and name not in _NOT_PER_ENV
     }
-    terms = final["reward_terms"]
-    row["reward_terms"] = {name: terms[name][e].item() for name in terms if not name.startswith("_")}
+    row["reward_terms"] = {name: term[e].item() for name, term in _terms_of(info).items()}
     row["terminal_observation"] = info["final_obs"][e]
     row["TimeLimit.truncated"] = True
     return row
+
+
+def _terms_of(info: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Reward terms of the step, those of envs that ended included; none after a reset."""
+    terms = info.get("final_info", info).get("reward_terms", {})
+    return {name: term for name, term in terms.items() if not name.startswith("_")}
 
 
 def _side_by_side(infos: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
@@ -261,9 +266,9 @@ def _side_by_side(infos: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]
     for name in infos[0]:
         if not name.startswith("_") and name not in _NOT_PER_ENV:
             out[name] = np.concatenate([_of_the_step(info, name) for info in infos])
-    for name in infos[0].get("reward_terms", ()):
-        if not name.startswith("_"):
-            out[f"reward_terms/{name}"] = np.concatenate([info["reward_terms"][name] for info in infos])
+    terms = [_terms_of(info) for info in infos]
+    for name in terms[0]:
+        out[f"reward_terms/{name}"] = np.concatenate([found[name] for found in terms])
     return out
 
 
