@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.decision import Decision
 from prfaas_env.policy import Policy, make_policy
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
@@ -235,8 +236,10 @@ def start_worker() -> None:
 def warm_up(scenario: Scenario, engine: str) -> None:
     """Run one second, so that an engine that compiles does so here, once, and not in every worker."""
     started = make_engine(engine, draw_world(scenario, 0))
+    started.apply(Decision.same(len(scenario.deployment.pd), margin_s=0.0))
     started.run_until(NS_PER_S)
-    started.telemetry()
+    started.encode(started.telemetry())
+    started.totals()
 
 
 def default_jobs() -> int:
