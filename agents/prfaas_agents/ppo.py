@@ -136,13 +136,14 @@ def start_neutral(model: PPO, codec: ActionCodec, p_routing: float, p_move: floa
     if codec.form != "discrete":
         raise ValueError("the neutral start needs the discrete action form")
     neutral = codec.neutral()
+    layer = model.policy.action_net
+    assert isinstance(layer, torch.nn.Linear)
     part = 0
     with torch.no_grad():
-        bias = model.policy.action_net.bias  # type: ignore[union-attr]
-        bias.zero_()  # type: ignore[operator]
+        layer.bias.zero_()
         for k, n in enumerate([len(codec.grid), N_MOVES] * codec.n_pd):
             p = p_routing if k % 2 == 0 else p_move
-            bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))  # type: ignore[index, operator]
+            layer.bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))
             part += n
 
 
@@ -157,7 +158,7 @@ def action_probabilities(model: PPO, observation: np.ndarray[Any, Any]) -> list[
     """Probabilities of each action part at one observation, in the order of the action."""
     with torch.no_grad():
         tensor, _ = model.policy.obs_to_tensor(observation)
-        distribution = model.policy.get_distribution(tensor)  # type: ignore[arg-type]
+        distribution = model.policy.get_distribution(tensor)
     parts: Any = distribution.distribution
     return [part.probs.numpy()[0] for part in parts]
 

@@ -55,7 +55,7 @@ class TelemetryRecord(Frozen):
             fields=tuple(FieldRecord(**dataclasses.asdict(f)) for f in schema.fields),
         )
 
-    def schema(self) -> TelemetrySchema:
+    def as_schema(self) -> TelemetrySchema:
         """The schema as it was then, which this version of the code may no longer make."""
         then = TelemetrySchema(self.n_pd, self.n_prfaas, self.n_links)
         # Names and fields are cached properties: what is stored under their names is what they give.
@@ -142,7 +142,7 @@ def read_record(file: Path) -> PolicyRecord:
 
 def check_schema(record: PolicyRecord, schema: TelemetrySchema, file: Path) -> None:
     """Refuse a policy that was trained on another observation; the message names the fields."""
-    difference = schema.difference(record.telemetry.schema())
+    difference = schema.difference(record.telemetry.as_schema())
     if difference:
         raise PrfaasError(
             f"policy {file}: trained on other telemetry than this deployment and version give: {difference}"

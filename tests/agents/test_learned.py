@@ -162,7 +162,7 @@ def test_another_scale_of_a_field_is_refused(untrained: PPO, save: Save) -> None
 
 def test_the_record_gives_back_the_schema() -> None:
     schema = scenario_schema(SHORT)
-    again = TelemetryRecord.of(schema).schema()
+    again = TelemetryRecord.of(schema).as_schema()
     assert again.names == schema.names
     assert again.fields == schema.fields
     assert schema.difference(again) == ""

@@ -15,9 +15,11 @@ from prfaas_agents.ppo import (
     MAX_SCALED,
     MIN_SPREAD,
     FixedScaling,
+    LearningRate,
     action_probabilities,
     fit_scaling,
     make_ppo,
+    set_progress,
     start_neutral,
 )
 from prfaas_agents.settings import PpoSettings
@@ -149,6 +151,17 @@ def test_a_time_limit_is_not_an_end() -> None:
     expected = 1.0 / (1.0 - gamma)
     assert math.isclose(expected, 5.0)
     assert values == pytest.approx([expected] * 8, rel=0.1)
+
+
+def test_the_learning_rate_falls_with_what_is_done() -> None:
+    rate = LearningRate(1e-3, 1e-4)
+    model = make_model(learning_rate=1e-3, final_learning_rate=1e-4)
+    for done, expected in ((0.0, 1e-3), (0.5, 5.5e-4), (1.0, 1e-4), (1.7, 1e-4), (-1.0, 1e-3)):
+        rate.done = done
+        assert rate(0.123) == pytest.approx(expected)
+        set_progress(model, done)
+        model.learn(16)
+        assert model.policy.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("hidden", [[], [0], [64, -1]])

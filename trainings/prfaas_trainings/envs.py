@@ -203,20 +203,22 @@ class EpisodeColumns(VecEnvWrapper):
     def __init__(self, venv: BatchedVecEnv) -> None:
         super().__init__(venv)
         self._names = [batch.scenario.name for batch in venv.batches for _ in range(batch.num_envs)]
-        self._seeds = [-1] * venv.num_envs
+        self._episode_seeds = [-1] * venv.num_envs
 
     def reset(self) -> VecEnvObs:
         """Start every env."""
         observations = self.venv.reset()
-        self._seeds = [int(info["episode_seed"]) for info in self.venv.reset_infos]
+        self._episode_seeds = [int(info["episode_seed"]) for info in self.venv.reset_infos]
         return observations
 
     def step_wait(self) -> VecEnvStepReturn:
         """One decision of every env."""
         observations, rewards, dones, infos = self.venv.step_wait()
         for e in np.flatnonzero(dones).tolist():
-            infos[e].update(episode_columns(infos[e]["episode_metrics"], self._seeds[e], self._names[e]))
-            self._seeds[e] = int(self.venv.reset_infos[e]["episode_seed"])
+            infos[e].update(
+                episode_columns(infos[e]["episode_metrics"], self._episode_seeds[e], self._names[e])
+            )
+            self._episode_seeds[e] = int(self.venv.reset_infos[e]["episode_seed"])
         return observations, rewards, dones, infos
 
 

@@ -34,7 +34,7 @@ def seeds_of(split: str, first: int | None, count: int, *, option: str = "--firs
     """
     if split not in SPLITS:
         raise PrfaasError(f"--split is {split!r}; allowed: {', '.join(SPLITS)}")
-    allowed = SPLITS[split]  # type: ignore[index]
+    allowed = SPLITS[split]
     start = allowed.start if first is None else first
     seeds = range(start, start + count)
     for seed in (seeds.start, seeds.stop - 1):
