@@ -201,7 +201,7 @@ def test_attributes_and_methods_per_env() -> None:
     assert env.env_is_wrapped(Monitor, indices=[0]) == [False]
     masks = env.env_method("action_masks")
     assert [mask.shape for mask in masks] == [(16,)] * 3
-    assert np.array_equal(env.env_method("action_masks", indices=[2])[0], masks[2])
+    assert [m.tolist() for m in env.env_method("action_masks", indices=[2])] == [masks[2].tolist()]
     for _ in range(5):
         env.step(np.tile([6, 1], (3, 1)))
     figures = env.env_method("episode_metrics")

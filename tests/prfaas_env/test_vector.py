@@ -195,6 +195,19 @@ def test_same_while_arrays_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kernel.GROW_HEAP, kernel.GROW_FLOWS} <= set(grown)
 
 
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_same_count_of_clipped_values(mode: AutoresetMode) -> None:
+    """More arrivals per second than the field's range holds; each episode counts from 0."""
+    scenario = short("paper", "workload.arrivals={kind: deterministic, rate_rps: 1200}")
+    scenario = scenario.replace(measure={"horizon_s": 3.0})
+    assert play_both(2, 10, mode, scenario=scenario) >= 4
+    env = make(1, DISABLED, scenario=scenario)
+    env.reset(seed=0)
+    for _ in range(3):
+        infos = env.step(np.array([[9, 1]]))[4]
+    assert infos["clipped"][0] >= 3
+
+
 def test_masks_are_those_of_the_scalar_env() -> None:
     """After each step, also where a conversion is under way."""
     env, scalars = make(2), Scalars(2)
@@ -513,13 +526,23 @@ def test_close_ends_the_threads() -> None:
 def test_results_are_copies() -> None:
     """What a step gave stays as it was."""
     env = make(2)
-    first, infos = env.reset(seed=0)
-    kept = first.copy(), infos["arrived"].copy(), env.telemetry_values
+    action = np.tile([9, 1], (2, 1))
+    first, _ = env.reset(seed=0)
+    second, reward, *_, infos = env.step(action)
+    results = [
+        first,
+        second,
+        reward,
+        infos["arrived"],
+        infos["action_mask"],
+        infos["reward_terms"]["waiting"],
+    ]
+    kept = [np.copy(result) for result in results]
+    values = env.telemetry_values
     for _ in range(5):
-        env.step(np.tile([9, 1], (2, 1)))
-    assert np.array_equal(first, kept[0])
-    assert np.array_equal(infos["arrived"], kept[1])
-    assert not np.array_equal(env.telemetry_values, kept[2])
+        env.step(action)
+    assert all(np.array_equal(a, b) for a, b in zip(results, kept, strict=True))
+    assert not np.array_equal(env.telemetry_values, values)
 
 
 def test_readings_per_env() -> None:
