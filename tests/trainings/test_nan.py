@@ -49,7 +49,7 @@ def test_random_decisions_never_give_nan(case: str) -> None:
             "total_steps": 1,
             "n_envs": 1,
             "vectorization": "none",
-            "ppo": {"n_steps": 256},
+            "ppo": {"n_steps": 256, "batch_size": 256},
         }
     )
     vec_env = make_vec_env(config, None)
