@@ -102,32 +102,26 @@ RAN, GROW_HEAP, GROW_FLOWS = 0, 1, 2
 # ------------------------------------------------------------------ small structures
 
 
-def heap_push(Z: IntArray, time_ns: int, key: int) -> None:
-    """Add an event; the heap is ordered by (time, key)."""
-    base = Z[L.O_HEAP]
-    n = Z[L.HEAP_N]
-    Z[L.HEAP_N] = n + 1
+def pair_push(Z: IntArray, base: int, n: int, first: int, second: int) -> None:
+    """Add (first, second) to a binary heap of n pairs that starts at `base`."""
     while n > 0:
         parent = (n - 1) >> 1
         at = base + 2 * parent
-        t = Z[at]
-        if t < time_ns or (t == time_ns and Z[at + 1] <= key):
+        above = Z[at]
+        if above < first or (above == first and Z[at + 1] <= second):
             break
-        Z[base + 2 * n] = t
+        Z[base + 2 * n] = above
         Z[base + 2 * n + 1] = Z[at + 1]
         n = parent
-    Z[base + 2 * n] = time_ns
-    Z[base + 2 * n + 1] = key
+    Z[base + 2 * n] = first
+    Z[base + 2 * n + 1] = second
 
 
-def heap_pop(Z: IntArray) -> int:
-    """Take out the first event; gives its key (its time is the present)."""
-    base = Z[L.O_HEAP]
+def pair_pop(Z: IntArray, base: int, n: int) -> int:
+    """Take the least pair out of a binary heap; `n` pairs are left. Gives the second number of the pair."""
     top = Z[base + 1]
-    n = Z[L.HEAP_N] - 1
-    Z[L.HEAP_N] = n
-    time_ns = Z[base + 2 * n]
-    key = Z[base + 2 * n + 1]
+    first = Z[base + 2 * n]
+    second = Z[base + 2 * n + 1]
     hole = 0
     while True:
         child = 2 * hole + 1
@@ -137,14 +131,26 @@ def heap_pop(Z: IntArray) -> int:
         if child + 1 < n and (Z[at + 2] < Z[at] or (Z[at + 2] == Z[at] and Z[at + 3] < Z[at + 1])):
             child += 1
             at += 2
-        if time_ns < Z[at] or (time_ns == Z[at] and key <= Z[at + 1]):
+        if first < Z[at] or (first == Z[at] and second <= Z[at + 1]):
             break
         Z[base + 2 * hole] = Z[at]
         Z[base + 2 * hole + 1] = Z[at + 1]
         hole = child
-    Z[base + 2 * hole] = time_ns
-    Z[base + 2 * hole + 1] = key
+    Z[base + 2 * hole] = first
+    Z[base + 2 * hole + 1] = second
     return top
+
+
+def heap_push(Z: IntArray, time_ns: int, key: int) -> None:
+    """Add an event; the heap is ordered by (time, key)."""
+    pair_push(Z, Z[L.O_HEAP], Z[L.HEAP_N], time_ns, key)
+    Z[L.HEAP_N] += 1
+
+
+def heap_pop(Z: IntArray) -> int:
+    """Take out the first event; gives its key (its time is the present)."""
+    Z[L.HEAP_N] -= 1
+    return pair_pop(Z, Z[L.O_HEAP], Z[L.HEAP_N])
 
 
 def tree_set(Z: IntArray, at: int, leaves: int, leaf: int, key: int) -> None:
@@ -174,51 +180,23 @@ def integral_at(Z: IntArray, at: int, now: int) -> int:
     return Z[at + 1] + Z[at] * (now - Z[at + 2])
 
 
+def mile_base(Z: IntArray, inst: int) -> int:
+    """Where the milestones of an instance start: a heap of (virtual time, request * 2 + FIRST or FINISH)."""
+    return Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+
+
 def mile_push(Z: IntArray, inst: int, target: int, what: int) -> None:
-    """Add a milestone (virtual time, request * 2 + FIRST or FINISH) to an instance's heap."""
+    """Add a milestone to an instance's heap."""
     i = Z[L.O_INST] + inst * L.W_INST
-    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
-    n = Z[i + L.I_MILE_N]
-    Z[i + L.I_MILE_N] = n + 1
-    while n > 0:
-        parent = (n - 1) >> 1
-        at = base + 2 * parent
-        t = Z[at]
-        if t < target or (t == target and Z[at + 1] <= what):
-            break
-        Z[base + 2 * n] = t
-        Z[base + 2 * n + 1] = Z[at + 1]
-        n = parent
-    Z[base + 2 * n] = target
-    Z[base + 2 * n + 1] = what
+    pair_push(Z, mile_base(Z, inst), Z[i + L.I_MILE_N], target, what)
+    Z[i + L.I_MILE_N] += 1
 
 
 def mile_pop(Z: IntArray, inst: int) -> int:
     """Take out the first milestone; gives what it is."""
     i = Z[L.O_INST] + inst * L.W_INST
-    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
-    top = Z[base + 1]
-    n = Z[i + L.I_MILE_N] - 1
-    Z[i + L.I_MILE_N] = n
-    target = Z[base + 2 * n]
-    what = Z[base + 2 * n + 1]
-    hole = 0
-    while True:
-        child = 2 * hole + 1
-        if child >= n:
-            break
-        at = base + 2 * child
-        if child + 1 < n and (Z[at + 2] < Z[at] or (Z[at + 2] == Z[at] and Z[at + 3] < Z[at + 1])):
-            child += 1
-            at += 2
-        if target < Z[at] or (target == Z[at] and what <= Z[at + 1]):
-            break
-        Z[base + 2 * hole] = Z[at]
-        Z[base + 2 * hole + 1] = Z[at + 1]
-        hole = child
-    Z[base + 2 * hole] = target
-    Z[base + 2 * hole + 1] = what
-    return top
+    Z[i + L.I_MILE_N] -= 1
+    return pair_pop(Z, mile_base(Z, inst), Z[i + L.I_MILE_N])
 
 
 # ------------------------------------------------------------------ formulas on the arrays
@@ -890,7 +868,7 @@ def wake_decode(Z: IntArray, F: FloatArray, inst: int) -> None:
             Z[i + L.I_ANCHOR_U],
             Z[i + L.I_ANCHOR_NS],
             F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
-            Z[Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE],
+            Z[mile_base(Z, inst)],
         )
     Z[i + L.I_NEXT_NS] = next_ns
     push_decode(Z, inst)
@@ -922,7 +900,7 @@ def decode_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) 
     anchor_u, anchor_ns = Z[i + L.I_ANCHOR_U], Z[i + L.I_ANCHOR_NS]
     ratio = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO]
     u = virtual_now(anchor_u, anchor_ns, ratio, now)
-    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    base = mile_base(Z, inst)
     while Z[i + L.I_MILE_N] > 0 and (
         Z[base] <= u or virtual_when(anchor_u, anchor_ns, ratio, Z[base]) <= now
     ):
@@ -1134,7 +1112,7 @@ def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     pd = Z[q + L.Q_PD]
     site = Z[L.O_PD] + pd * L.W_PD
-    base = Z[L.O_MILE] + inst * Z[L.MILE_CAP] * L.W_MILE
+    base = mile_base(Z, inst)
     u = virtual_now(
         Z[i + L.I_ANCHOR_U],
         Z[i + L.I_ANCHOR_NS],
