@@ -15,7 +15,7 @@ from prfaas_env.scenarios.models import Slo
 from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S, FloatArray
 from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Route, Status, Totals
 from prfaas_env.simulator.world import World
-from prfaas_env.telemetry import meets
+from prfaas_env.telemetry import within
 
 QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 #: Quantiles with open requests at their age and at infinity that differ by more than this flag saturation.
@@ -78,10 +78,11 @@ def meets_slo(world: World, records: RequestRecords, slo: Slo, mask: np.ndarray[
     tpot = (
         (records.finish_ns[done] - first) / NS_PER_S / np.maximum(world.requests.output_tokens[done] - 1, 1)
     )
-    return sum(
-        meets(slo.ttft_s, a) and meets(slo.tpot_s, b)
-        for a, b in zip(ttft.tolist(), tpot.tolist(), strict=True)
-    )
+    good = np.ones(len(first), dtype=np.bool_)
+    for objective_s, figure_s in ((slo.ttft_s, ttft), (slo.tpot_s, tpot)):
+        if objective_s is not None:
+            good &= within(objective_s, figure_s)
+    return int(good.sum())
 
 
 def episode_metrics(
