@@ -133,7 +133,8 @@ def test_lines_name_losses_and_wins_of_the_learned(result: Comparison) -> None:
     for (scenario, rule), difference in verdicts.items():
         word = {1: "loses to", -1: "wins against", 0: "cannot be told from"}[difference.sign]
         assert any(
-            line.startswith(f"{scenario}: learned {word} ") and f"{rule} by {difference.mean:+.2f} s" in line
+            line.startswith(f"{scenario}: learned {word} ")
+            and f"{rule} by {difference.mean:+.2f} s [" in line
             for line in lines
         )
     # Everything remote is slower than earliest finish on a link that is shared.
@@ -184,9 +185,11 @@ def test_lines_by_hand() -> None:
             "better": (3.0 - noise).tolist(),
             "worse": (9.0 + 2 * noise).tolist(),
             "alike": (5.0 - 3 * noise).tolist(),
+            "twin": (5.0 + noise).tolist(),
         }
     )
-    loses, wins, alike = made.lines()
+    loses, wins, alike, twin = made.lines()
+    assert twin == "paper: agent is the same as twin (mean TTFT, 95% interval)"
     assert loses.startswith("paper: agent loses to better by +2.00 s [+1.")
     assert wins.startswith("paper: agent wins against worse by -4.00 s [-4.")
     assert alike.startswith("paper: agent cannot be told from alike by +0.00 s [-0.")
@@ -291,7 +294,7 @@ def test_saturation_is_flagged(runner: EpisodeRunner) -> None:
     out = io.StringIO()
     tables.show(found, tables.Console(file=out, width=170))
     assert "\n * never " in out.getvalue()
-    assert "* never: prefill saturated (2 of 2 seeds)" in out.getvalue()
+    assert "* prefill saturated, of 2 seeds: never\n" in out.getvalue()
     assert "\n ef " in out.getvalue()
     assert "note: every policy and seed: open requests move the quantiles" in out.getvalue()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from prfaas_env.base import PrfaasError
 from prfaas_trainings.compare import DEFAULT_POLICIES, replayed_slice
 from prfaas_trainings.config import load_config
 from prfaas_trainings.demo import TRACE_CUT_S, demo_plan
+
+from .conftest import invoke
 
 
 def test_quick_demo(run: Callable[..., str], tmp_path: Path) -> None:
@@ -76,3 +80,32 @@ def test_the_full_demo() -> None:
     assert plan.seeds >= 10
     assert drift.measure.horizon_s == 3600.0
     assert replayed_slice(rest) == ("bundled:mooncake_conversation_first_32min.jsonl", 1200.0, 1920.0)
+
+
+def test_ctrl_c_while_learning_leaves_everything_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., str]
+) -> None:
+    out = tmp_path / "demo"
+    out.mkdir()
+    (out / "demo.json").write_text('{"status": "complete"}')
+    from prfaas_trainings import training
+
+    real = training.Run.checkpoint
+
+    def checkpoint(self: training.Run) -> training.Validated:
+        validated = real(self)
+        if validated.steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validated
+
+    monkeypatch.setattr(training.Run, "checkpoint", checkpoint)
+    result = invoke(["demo", "--quick", "--out", str(out)])
+    assert result.exit_code != 0
+    assert f"stopped; what there is so far is in {out}.partial" in result.stdout
+    assert (out / "demo.json").read_text() == '{"status": "complete"}'
+    partial = tmp_path / "demo.partial"
+    assert LearnedPolicy(partial / "training").record.steps in (0, 32)
+    monkeypatch.undo()
+    run("demo", "--quick", "--out", str(out))
+    assert not partial.exists()
+    assert (out / "results.csv").exists()

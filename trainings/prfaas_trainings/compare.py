@@ -51,6 +51,9 @@ DEFAULT_POLICIES = (
 )
 #: The paper's other two deployments, with their trivial policies.
 DEPLOYMENT_ROWS = DEFAULT_POLICIES[:2]
+#: What a learned policy does against a rule, in the order of the lines.
+_LOSES, _WINS, _OPEN, _EQUAL = "loses to", "wins against", "cannot be told from", "is the same as"
+_WORDS = (_LOSES, _WINS, _OPEN, _EQUAL)
 #: Most policies in the timeline plot.
 MAX_TIMELINES = 4
 
@@ -154,6 +157,24 @@ class Verdict:
     rule: str
     difference: Interval
 
+    @property
+    def word(self) -> str:
+        """Which line it belongs to."""
+        d = self.difference
+        if d.mean == d.low == d.high == 0.0:
+            return _EQUAL
+        return {1: _LOSES, -1: _WINS, 0: _OPEN}[d.sign]
+
+    @property
+    def amount(self) -> str:
+        """The difference with its interval."""
+        d = self.difference
+        if self.word == _EQUAL:
+            return ""
+        if d.low is None or d.high is None:
+            return f" {d.mean:+.2f} s (too few samples for an interval)"
+        return f" {d.mean:+.2f} s [{d.low:+.2f}, {d.high:+.2f}]"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -233,12 +254,11 @@ class Comparison:
         pairs = dict.fromkeys((v.scenario, v.policy) for v in self.verdicts)
         for scenario, policy in pairs:
             mine = [v for v in self.verdicts if (v.scenario, v.policy) == (scenario, policy)]
-            for sign, word in ((1, "loses to"), (-1, "wins against"), (0, "cannot be told from")):
-                told = sorted(
-                    (v for v in mine if v.difference.sign == sign), key=lambda v: -v.difference.mean
-                )
+            for word in _WORDS:
+                told = sorted((v for v in mine if v.word == word), key=lambda v: -v.difference.mean)
                 if told:
-                    against = "; ".join(f"{v.rule} {_by(v.difference)}" for v in told)
+                    by = "" if word == _EQUAL else " by"
+                    against = "; ".join(f"{v.rule}{by}{v.amount}" for v in told)
                     out.append(f"{scenario}: {policy} {word} {against} (mean TTFT, 95% interval)")
         return out
 
@@ -367,12 +387,6 @@ def _json(interval: Interval) -> dict[str, Any]:
 def _nan_last(values: FloatArray) -> float:
     mean = float(np.mean(values))
     return math.inf if math.isnan(mean) else mean
-
-
-def _by(difference: Interval) -> str:
-    if difference.low is None or difference.high is None:
-        return f"by {difference.mean:+.2f} s (too few samples for an interval)"
-    return f"by {difference.mean:+.2f} s [{difference.low:+.2f}, {difference.high:+.2f}]"
 
 
 def compare(

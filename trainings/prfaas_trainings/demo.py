@@ -161,6 +161,8 @@ def _run_stages(
         with stages.stage("training", "An agent that starts as earliest finish and learns"):
             result = train(config, folder / "training", runner=runner)
             _say_training(result, console)
+            if result.interrupted:
+                raise KeyboardInterrupt
         for name in (POLICY_FILE, RECORD_FILE):
             shutil.copyfile(folder / "training" / name, folder / name)
         with stages.stage("comparison", "Everyone on seeds and trace seconds that nobody has seen"):

@@ -25,9 +25,9 @@ _SERVICE = (
 )
 _BY_NAME = {figure.name: figure for figure in FIGURES}
 #: Columns of text that the one-table form needs.
-ONE_TABLE_WIDTH = 150
+ONE_TABLE_WIDTH = 160
 #: Width where the output is not a terminal.
-FILE_WIDTH = 160
+FILE_WIDTH = 180
 
 
 def console_for_tables() -> Console:
@@ -115,10 +115,13 @@ def _flags(comparison: Comparison, s: int, r: int) -> dict[str, int]:
 
 
 def _notes(comparison: Comparison, s: int, console: Console) -> None:
+    n_seeds = len(comparison.seeds)
+    by_text: dict[str, list[str]] = {}
     for r, row in enumerate(comparison.rows):
         for text, n in _flags(comparison, s, r).items():
-            seeds = f"{n} of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "this seed"
-            _say(console, f"* {row.label}: {text} ({seeds})")
+            by_text.setdefault(text, []).append(row.label if n == n_seeds else f"{row.label} (on {n})")
+    for text, labels in by_text.items():
+        _say(console, f"* {text}, of {n_seeds} seed{'s' if n_seeds > 1 else ''}: {', '.join(labels)}")
     notes = dict.fromkeys(
         n for r in range(len(comparison.rows)) for o in comparison.outcomes[s, r] for n in o.notes
     )
@@ -128,3 +131,4 @@ def _notes(comparison: Comparison, s: int, console: Console) -> None:
         _say(console, f"note: every policy and seed: {text}")
     if comparison.split != "test":
         _say(console, f"note: {comparison.split} seeds, so not a test of what was trained or chosen on them")
+    console.print()

@@ -47,6 +47,8 @@ from prfaas_trainings.scalars import PREFIX, ScalarsCallback
 #: The file that marks a folder as a training run.
 MARKER = "run.json"
 CHECKPOINTS = "checkpoints"
+#: Why a training ended, when the user wanted so.
+BY_CTRL_C = "stopped by Ctrl-C"
 #: Label of the policy under training in a validation.
 CANDIDATE = "candidate"
 
@@ -88,6 +90,11 @@ class TrainingResult:
     stopped: str
     best: Validated
     validations: list[Validated] = field(default_factory=list)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
+        return self.stopped == BY_CTRL_C
 
 
 # ------------------------------------------------------------------------------------------- stopping
@@ -315,7 +322,7 @@ class ScheduleCallback(BaseCallback):
 
     def _on_step(self) -> bool:
         if self._sign.is_set:
-            self._end, self.stopped = True, "stopped by Ctrl-C"
+            self._end, self.stopped = True, BY_CTRL_C
         self._report()
         return not self._end
 
@@ -482,7 +489,7 @@ def _learn(run: Run, sign: StopSign, start_s: float, facts: dict[str, Any]) -> S
             reset_num_timesteps=False,
         )
     else:
-        schedule.stopped = "stopped by Ctrl-C"
+        schedule.stopped = BY_CTRL_C
     if run.changed:
         last = run.checkpoint()
         run.report.say(f"last policy, step {last.steps:,}: {describe(last)}")
