@@ -32,7 +32,8 @@ def compare(
         typer.Option(
             "--policy",
             "-p",
-            help="[LABEL=]POLICY[:key=value,...][@DEPLOYMENT]; may be repeated. Default: every rule.",
+            help="POLICY, POLICY:key=value, POLICY@DEPLOYMENT or LABEL=POLICY; may be repeated. "
+            "Default: every rule.",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of episode seeds.")] = 20,
