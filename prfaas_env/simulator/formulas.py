@@ -7,8 +7,6 @@ half-even, when it is scheduled.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -99,19 +97,12 @@ def decode_step_s(a_s: float, b_s: float, c_s: float, batch: int, context_tokens
 
 
 def virtual_now(anchor_u: int, anchor_ns: int, ratio: float, now_ns: int) -> int:
-    """Virtual decode time (nominal ns) at `now_ns`; it runs at `ratio` = nominal step / step since the anchor.
-
-    At ratio 1 this is exact, so that it does not matter when the anchor was set.
-    """
-    if ratio == 1.0:
-        return anchor_u + (now_ns - anchor_ns)
+    """Virtual decode time (nominal ns) at `now_ns`; it runs at `ratio` = nominal step / step since the anchor."""
     return anchor_u + round((now_ns - anchor_ns) * ratio)
 
 
 def virtual_when(anchor_u: int, anchor_ns: int, ratio: float, target_u: int) -> int:
-    """Instant at which virtual decode time reaches `target_u`; exact at ratio 1."""
-    if ratio == 1.0:
-        return anchor_ns + (target_u - anchor_u)
+    """Instant at which virtual decode time reaches `target_u`."""
     return anchor_ns + round((target_u - anchor_u) / ratio)
 
 
@@ -132,7 +123,6 @@ def pipelined_cap_bps(bits: float, prefill_ns: int) -> float:
     return bits / (prefill_ns / 1e9)
 
 
-<<<<<<< Updated upstream
 def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps: Floats) -> bool:
     """Max-min fair rates of flows that share one link (water-filling).
 
@@ -141,43 +131,10 @@ def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps:
         caps_bps: shape (n,), cap of each flow, bit/s; may be infinite.
         order: shape (n,), flow positions sorted by rising cap (ties in any fixed order).
         rates_bps: shape (n,), output.
-=======
-#: Rates are added up in whole units of this many bit/s, so that the order of adding does not matter.
-RATE_UNIT_BPS = 2.0**-14
-#: Largest capacity of a link, bit/s: what int64 units hold.
-MAX_RATE_BPS = 5e14
-#: Rate of a flow before it is settled for the first time.
-NO_RATE_BPS = -1.0
-
-
-#: The same for bits left of flows.
-BIT_UNIT = 2.0**-10
-
-
-def rate_units(rate_bps: float) -> int:
-    """A rate in whole units of `RATE_UNIT_BPS`."""
-    return round(rate_bps / RATE_UNIT_BPS)
-
-
-def bit_units(bits: float) -> int:
-    """Bits in whole units of `BIT_UNIT`."""
-    return round(bits / BIT_UNIT)
-
-
-def water_level_bps(capacity_bps: float, caps_bps: Floats) -> float:
-    """Max-min fair sharing of one link: each flow gets the smaller of its cap and this level, in bit/s.
-
-    The level starts at the even share; what flows with a cap below it leave raises it for the others.
-
-    Args:
-        capacity_bps: capacity of the link, bit/s, at most `MAX_RATE_BPS`.
-        caps_bps: shape (n,), cap of each flow, bit/s, in any order; may be infinite.
->>>>>>> Stashed changes
 
     Returns:
-        The level; infinite if every flow gets its cap.
+        True if the link is the limit of at least one flow (some flow gets less than its cap).
     """
-<<<<<<< Updated upstream
     left_bps = capacity_bps
     limited = False
     n = len(order)
@@ -187,23 +144,6 @@ def water_level_bps(capacity_bps: float, caps_bps: Floats) -> float:
         limited = limited or short
         left_bps = max(left_bps - rates_bps[i], 0.0)
     return limited
-=======
-    n = len(caps_bps)
-    n_capped = -1
-    level_bps = 0.0
-    while True:
-        units, count = 0, 0
-        for k in range(n):
-            if caps_bps[k] <= level_bps:
-                units += rate_units(caps_bps[k])
-                count += 1
-        if count == n:
-            return math.inf
-        if count == n_capped:
-            return level_bps
-        n_capped = count
-        level_bps = max(level_bps, fair_share_bps(capacity_bps, units, n - count))
->>>>>>> Stashed changes
 
 
 def fair_share(left_bps: float, n_flows: int, cap_bps: float) -> tuple[float, bool]:

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-<<<<<<< Updated upstream
 from prfaas_env.simulator.formulas import NEVER_NS, flow_end_ns, max_min_rates, sent_bits
-=======
-from prfaas_env.simulator.formulas import (
-    BIT_UNIT,
-    NEVER_NS,
-    NO_RATE_BPS,
-    RATE_UNIT_BPS,
-    bit_units,
-    flow_end_ns,
-    left_bits,
-    rate_units,
-    sent_bits,
-    water_level_bps,
-)
->>>>>>> Stashed changes
 from prfaas_env.telemetry import LinkMeter
 
 
@@ -91,7 +75,6 @@ class LinkState:
         return due
 
     def settle(self, now_ns: int) -> None:
-<<<<<<< Updated upstream
         """Store progress up to now and share the capacity anew."""
         elapsed_ns = now_ns - self.settled_ns
         if elapsed_ns > 0:
@@ -112,16 +95,6 @@ class LinkState:
             self.next_end_ns = min(self.next_end_ns, flow.end_ns)
             total += rate
         self.total_rate_bps = total
-=======
-        """Account the time up to now and share the capacity anew."""
-        self.meter.advance(now_ns, self.total_rate_bps, self.congested)
-        level_bps = water_level_bps(self.capacity_bps, [f.cap_bps for f in self.flows])
-        for flow in self.flows:
-            flow.set_rate(now_ns, min(flow.cap_bps, level_bps))
-        self.congested = level_bps < math.inf
-        self.next_end_ns = min((f.end_ns for f in self.flows), default=NEVER_NS)
-        self.total_rate_bps = sum(rate_units(f.rate_bps) for f in self.flows) * RATE_UNIT_BPS
->>>>>>> Stashed changes
         self.dirty = False
 
     def remaining_at(self, flow: Flow, now_ns: int) -> float:
