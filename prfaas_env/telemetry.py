@@ -515,6 +515,7 @@ def roll_windows(
     table: FloatArray,
     table_at: int,
     columns: int,
+    short_columns: int,
     sums: FloatArray,
     sums_at: int,
     last: int,
@@ -522,21 +523,28 @@ def roll_windows(
 ) -> None:
     """Bring the running sums of all windows from second `last` to second `bucket`; for whole numbers, so exact.
 
-    `sums` holds `columns` values per window of `WINDOWS_S` from `sums_at` on, over the seconds before `last`. Must
-    run before a row of second `bucket` is written, while the rows that leave the longest window are still there.
+    `sums` holds `columns` values per window of `WINDOWS_S` from `sums_at` on, over the seconds before `last`; windows
+    but the longest sum up their first `short_columns` alone. Must run before a row of second `bucket` is written,
+    while the rows that leave the longest window are still there.
     """
-    for b in range(max(last, bucket - 2 * N_BUCKETS), bucket):
+    if bucket - last > LONG_WINDOW_S:
+        # no row is younger than second `last`
+        for c in range(len(WINDOWS_S) * columns):
+            sums[sums_at + c] = 0.0
+        return
+    for b in range(last, bucket):
         for w in range(len(WINDOWS_S)):
             at = sums_at + w * columns
+            n = columns if WINDOWS_S[w] == LONG_WINDOW_S else short_columns
             slot = b % N_BUCKETS
             if stamps[stamps_at + slot] == b:
                 row = table_at + slot * columns
-                for c in range(columns):
+                for c in range(n):
                     sums[at + c] += table[row + c]
             gone = b - WINDOWS_S[w]
             if gone >= 0 and stamps[stamps_at + gone % N_BUCKETS] == gone:
                 row = table_at + gone % N_BUCKETS * columns
-                for c in range(columns):
+                for c in range(n):
                     sums[at + c] -= table[row + c]
 
 
@@ -584,6 +592,8 @@ def within(objective_s: float, value_s: float) -> bool:
     _BINS,
 ) = range(11)
 N_DOOR_COLUMNS = _BINS + N_LENGTH_BINS
+#: Columns that the shorter windows need too: arrivals and their tokens.
+N_RATE_COLUMNS = _INPUT_TOKENS
 
 
 class DoorMeter:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from prfaas_env.base import MAX_S, Bps, Frozen, PrfaasError, Seconds
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
+from prfaas_env.simulator.formulas import MAX_RATE_BPS
 from prfaas_env.workload.means import mean_rate_rps
 from prfaas_env.workload.models import (
     GammaArrivals,
@@ -77,7 +78,7 @@ class Link(Frozen):
 
     prfaas: str = "prfaas0"
     pd: str = "pd0"
-    capacity_bps: Bps = Field(gt=0, description="nominal capacity, bit/s")
+    capacity_bps: Bps = Field(gt=0, le=MAX_RATE_BPS, description="nominal capacity, bit/s")
     latency_s: Seconds = Field(default=0.0, description="one-way latency, added once per request")
     flow_cap_bps: Bps | None = Field(default=None, gt=0, description="most that one flow gets; none = no cap")
 
@@ -129,7 +130,7 @@ class StepCapacity(Frozen):
 
     kind: Literal["steps"] = "steps"
     at_s: tuple[Seconds, ...] = Field(min_length=1)
-    capacity_bps: tuple[Annotated[Bps, Field(ge=0)], ...] = Field(min_length=1)
+    capacity_bps: tuple[Annotated[Bps, Field(ge=0, le=MAX_RATE_BPS)], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -145,6 +146,14 @@ class RegimeCapacity(Frozen):
 
     kind: Literal["regimes"] = "regimes"
     capacity_bps: RegimeChain
+
+    @field_validator("capacity_bps")
+    @classmethod
+    def _within(cls, chain: RegimeChain) -> RegimeChain:
+        for value in chain.values:
+            if not 0 <= value <= MAX_RATE_BPS:
+                raise ValueError(f"values must be within 0 and {MAX_RATE_BPS:g} bit/s, found {value:g}")
+        return chain
 
 
 LinkCapacity = Annotated[ConstantCapacity | StepCapacity | RegimeCapacity, Field(discriminator="kind")]

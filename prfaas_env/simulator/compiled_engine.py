@@ -281,8 +281,9 @@ def moved(old: Layout, new: Layout, ints: IntArray, reals: FloatArray) -> tuple[
         real = name in L.REAL_BLOCKS
         source, target = (reals, out_reals) if real else (ints, out_ints)
         sizes_old, sizes_new = old.block_sizes[name], new.block_sizes[name]
-        per_link = name in (L.O_FLOW, L.OF_FLOW, L.O_CAPACITY, L.OF_CAPACITY)
-        parts = old.n_link if per_link else 1
+        # blocks of arrays that grow: per link, and for flows per field
+        fields = {L.O_FLOW: L.W_FLOW, L.OF_FLOW: L.WF_FLOW, L.O_CAPACITY: 1, L.OF_CAPACITY: 1}
+        parts = old.n_link * fields[name] if name in fields else 1
         if parts == 0:
             continue
         a, b = sizes_old // parts, sizes_new // parts

@@ -123,11 +123,33 @@ def pipelined_cap_bps(bits: float, prefill_ns: int) -> float:
     return bits / (prefill_ns / 1e9)
 
 
+#: Rates are added up in whole units of this many bit/s, so that the order of adding does not matter.
+RATE_UNIT_BPS = 2.0**-14
+#: Largest capacity of a link, bit/s: what int64 units hold.
+MAX_RATE_BPS = 5e14
+#: Rate of a flow before it is settled for the first time.
+NO_RATE_BPS = -1.0
+
+
+#: The same for bits left of flows.
+BIT_UNIT = 2.0**-10
+
+
+def rate_units(rate_bps: float) -> int:
+    """A rate in whole units of `RATE_UNIT_BPS`."""
+    return round(rate_bps / RATE_UNIT_BPS)
+
+
+def bit_units(bits: float) -> int:
+    """Bits in whole units of `BIT_UNIT`."""
+    return round(bits / BIT_UNIT)
+
+
 def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps: Floats) -> bool:
     """Max-min fair rates of flows that share one link (water-filling).
 
     Args:
-        capacity_bps: capacity of the link, bit/s.
+        capacity_bps: capacity of the link, bit/s, at most `MAX_RATE_BPS`.
         caps_bps: shape (n,), cap of each flow, bit/s; may be infinite.
         order: shape (n,), flow positions sorted by rising cap (ties in any fixed order).
         rates_bps: shape (n,), output.
@@ -135,23 +157,24 @@ def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps:
     Returns:
         True if the link is the limit of at least one flow (some flow gets less than its cap).
     """
-    left_bps = capacity_bps
-    limited = False
+    capped_units = 0
     n = len(order)
     for k in range(n):
-        i = order[k]
-        rates_bps[i], short = fair_share(left_bps, n - k, caps_bps[i])
-        limited = limited or short
-        left_bps = max(left_bps - rates_bps[i], 0.0)
-    return limited
+        share_bps = fair_share_bps(capacity_bps, capped_units, n - k)
+        cap_bps = caps_bps[order[k]]
+        if cap_bps > share_bps:
+            # the water level: this flow and all with a higher cap
+            for j in range(k, n):
+                rates_bps[order[j]] = share_bps
+            return True
+        rates_bps[order[k]] = cap_bps
+        capped_units += rate_units(cap_bps)
+    return False
 
 
-def fair_share(left_bps: float, n_flows: int, cap_bps: float) -> tuple[float, bool]:
-    """Rate of the least capped of `n_flows` flows that share what is left, and whether it gets less than its cap."""
-    share_bps = left_bps / n_flows
-    if cap_bps <= share_bps:
-        return cap_bps, False
-    return share_bps, True
+def fair_share_bps(capacity_bps: float, capped_units: int, n_flows: int) -> float:
+    """Even share for `n_flows` flows of what flows at their cap leave of a link."""
+    return max(capacity_bps - capped_units * RATE_UNIT_BPS, 0.0) / n_flows
 
 
 def flow_end_ns(now_ns: int, remaining_bits: float, rate_bps: float) -> int:
@@ -169,3 +192,8 @@ def flow_end_ns(now_ns: int, remaining_bits: float, rate_bps: float) -> int:
 def sent_bits(rate_bps: float, elapsed_ns: int) -> float:
     """Bits sent at a constant rate in `elapsed_ns`."""
     return rate_bps * (elapsed_ns / 1e9)
+
+
+def left_bits(remaining_bits: float, rate_bps: float, elapsed_ns: int) -> float:
+    """What is left of `remaining_bits` after `elapsed_ns` at a constant rate."""
+    return max(remaining_bits - sent_bits(rate_bps, elapsed_ns), 0.0)

@@ -22,18 +22,24 @@ from prfaas_env.simulator.events import (
     event_key,
 )
 from prfaas_env.simulator.formulas import (
+    BIT_UNIT,
     BITS_PER_BYTE,
     NEVER_NS,
+    NO_RATE_BPS,
     NS_PER_S,
+    RATE_UNIT_BPS,
     FloatArray,
     IntArray,
-    fair_share,
+    bit_units,
+    fair_share_bps,
     flow_end_ns,
     kv_transfer_bytes,
+    left_bits,
     ns_from_s,
     pipelined_cap_bps,
     pipelined_open_ns,
     prefill_s,
+    rate_units,
     rdma_s,
     sent_bits,
     virtual_now,
@@ -46,6 +52,7 @@ from prfaas_env.telemetry import (
     N_BUCKETS,
     N_DOOR_COLUMNS,
     N_LINK_COLUMNS,
+    N_RATE_COLUMNS,
     PD_FIELDS,
     PD_INDEX,
     PRFAAS_FIELDS,
@@ -94,6 +101,8 @@ MOVE_TO_DECODE, MOVE_NONE, MOVE_TO_PREFILL = 0, 1, 2
 #: Key of a tournament tree: sequences or slowness above, instance number below.
 TREE_SHIFT = 20
 FIRST, FINISH = 0, 1
+#: Share of a link's capacity that must stay free for its caps to be taken as fitting without comparing each.
+ROOM_SHARE = 1e-9
 
 #: Why `run` came back: done, or an array is too small.
 RAN, GROW_HEAP, GROW_FLOWS = 0, 1, 2
@@ -223,29 +232,31 @@ def pool_prefill_s(Z: IntArray, F: FloatArray, q: int, new_tokens: int, cached_t
     )
 
 
+def flow_ints(Z: IntArray, k: int, field: int) -> int:
+    """Offset in Z of a field of the flows of link k: flow p has `Z[offset + p]`."""
+    return Z[L.O_FLOW] + (k * L.W_FLOW + field) * Z[L.FLOW_CAP]
+
+
+def flow_reals(Z: IntArray, k: int, field: int) -> int:
+    """Offset in F of a field of the flows of link k."""
+    return Z[L.OF_FLOW] + (k * L.WF_FLOW + field) * Z[L.FLOW_CAP]
+
+
 def flow_remaining(Z: IntArray, F: FloatArray, k: int, position: int, now: int) -> float:
     """Bits of a flow not yet sent (computed, not stored)."""
-    f = F_of_flow(Z, k, position)
-    elapsed = now - Z[Z[L.O_LINK] + k * L.W_LINK + L.K_SETTLED_NS]
-    return max(F[f + L.FLF_REMAINING] - sent_bits(F[f + L.FLF_RATE], elapsed), 0.0)
-
-
-def I_of_flow(Z: IntArray, k: int, position: int) -> int:
-    """Offset in Z of a flow of link k."""
-    return Z[L.O_FLOW] + (k * Z[L.FLOW_CAP] + position) * L.W_FLOW
-
-
-def F_of_flow(Z: IntArray, k: int, position: int) -> int:
-    """Offset in F of a flow of link k."""
-    return Z[L.OF_FLOW] + (k * Z[L.FLOW_CAP] + position) * L.WF_FLOW
+    return left_bits(
+        F[flow_reals(Z, k, L.FLF_REMAINING) + position],
+        F[flow_reals(Z, k, L.FLF_RATE) + position],
+        now - Z[flow_ints(Z, k, L.FL_SINCE) + position],
+    )
 
 
 def unsent_bits(Z: IntArray, F: FloatArray, k: int, now: int) -> float:
     """Bits of all open flows of link k not yet sent."""
-    total = 0.0
+    units = 0
     for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
-        total += flow_remaining(Z, F, k, position, now)
-    return total
+        units += bit_units(flow_remaining(Z, F, k, position, now))
+    return units * BIT_UNIT
 
 
 def meter_advance(Z: IntArray, F: FloatArray, k: int, time_ns: int) -> None:
@@ -293,6 +304,7 @@ def door_roll(Z: IntArray, F: FloatArray, pd: int, bucket: int) -> None:
             F,
             Z[L.OF_DOOR] + pd * N_BUCKETS * N_DOOR_COLUMNS,
             N_DOOR_COLUMNS,
+            N_RATE_COLUMNS,
             F,
             Z[L.OF_SUMS] + pd * len(WINDOWS_S) * N_DOOR_COLUMNS,
             last,
@@ -576,10 +588,11 @@ def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, 
         open_flow(Z, F, P, k, r)
     else:
         link = Z[L.O_LINK] + k * L.W_LINK
-        for position in range(Z[link + L.K_FLOWS] - 1, -1, -1):
-            if Z[I_of_flow(Z, k, position) + L.FL_REQUEST] == r:
-                f = F_of_flow(Z, k, position)
-                F[f + L.FLF_CAP] = F[f + L.FLF_OWN]
+        requests = flow_ints(Z, k, L.FL_REQUEST)
+        for position in range(Z[link + L.K_FLOWS]):
+            if Z[requests + position] == r:
+                own_bps = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_FLOW_CAP]
+                F[flow_reals(Z, k, L.FLF_CAP) + position] = own_bps
                 Z[link + L.K_DIRTY] = 1
                 break
 
@@ -596,73 +609,149 @@ def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
     link = Z[L.O_LINK] + k * L.W_LINK
     position = Z[link + L.K_FLOWS]
     Z[link + L.K_FLOWS] = position + 1
-    i = I_of_flow(Z, k, position)
-    f = F_of_flow(Z, k, position)
     bits_whole = P[r, L.P_BYTES] * BITS_PER_BYTE
     bits = float(bits_whole)
     until_ns = P[r, L.P_END]
     prefill_ns = until_ns - P[r, L.P_STARTED]
     own_bps = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_FLOW_CAP]
     produce_bps = pipelined_cap_bps(bits, prefill_ns) if prefill_ns > 0 else math.inf
-    Z[i + L.FL_REQUEST] = r
-    Z[i + L.FL_ATTEMPT] = P[r, L.P_ATTEMPTS]
-    Z[i + L.FL_OPENED] = now
-    Z[i + L.FL_UNTIL] = until_ns
-    Z[i + L.FL_END] = NEVER_NS
-    F[f + L.FLF_BITS] = bits
-    F[f + L.FLF_REMAINING] = bits
-    F[f + L.FLF_RATE] = 0.0
-    F[f + L.FLF_OWN] = own_bps
-    F[f + L.FLF_PRODUCE] = produce_bps
-    F[f + L.FLF_CAP] = min(own_bps, produce_bps) if now < until_ns else own_bps
+    Z[flow_ints(Z, k, L.FL_REQUEST) + position] = r
+    Z[flow_ints(Z, k, L.FL_SINCE) + position] = now
+    Z[flow_ints(Z, k, L.FL_UNTIL) + position] = until_ns
+    Z[flow_ints(Z, k, L.FL_END) + position] = NEVER_NS
+    Z[flow_ints(Z, k, L.FL_ORDER) + position] = position
+    F[flow_reals(Z, k, L.FLF_BITS) + position] = bits
+    F[flow_reals(Z, k, L.FLF_REMAINING) + position] = bits
+    F[flow_reals(Z, k, L.FLF_RATE) + position] = NO_RATE_BPS
+    F[flow_reals(Z, k, L.FLF_PRODUCE) + position] = produce_bps
+    F[flow_reals(Z, k, L.FLF_CAP) + position] = min(own_bps, produce_bps) if now < until_ns else own_bps
     Z[link + L.K_PENDING_BITS] -= bits_whole
     Z[link + L.K_DIRTY] = 1
 
 
-def settle_link(Z: IntArray, F: FloatArray, k: int) -> None:
-    """Store progress up to now, share the capacity anew (max-min), find the next end."""
+def present_units(rate_bps: float) -> int:
+    """Units of a flow's rate; a flow that is not settled yet has none."""
+    return 0 if rate_bps == NO_RATE_BPS else rate_units(rate_bps)
+
+
+def set_rate(Z: IntArray, F: FloatArray, k: int, position: int, rate_bps: float) -> None:
+    """Let a flow go on at a rate from now; at its present one nothing changes."""
+    rate = flow_reals(Z, k, L.FLF_RATE) + position
+    if rate_bps == F[rate]:
+        return
     now = Z[L.NOW]
+    remaining = flow_remaining(Z, F, k, position, now)
+    F[flow_reals(Z, k, L.FLF_REMAINING) + position] = remaining
+    Z[flow_ints(Z, k, L.FL_SINCE) + position] = now
+    Z[flow_ints(Z, k, L.FL_END) + position] = flow_end_ns(now, remaining, rate_bps)
+    F[rate] = rate_bps
+
+
+def settle_changes(Z: IntArray, F: FloatArray, k: int) -> bool:
+    """Share link k where all caps fit with room to spare: only flows whose rate is not their cap need work.
+
+    Gives False, with nothing changed, where they may not fit or two flows have no cap. Where it gives True the rates
+    are those of `settle_all`: with this much room every flow passes its comparison with the even share there.
+    """
     link = Z[L.O_LINK] + k * L.W_LINK
     real = Z[L.OF_LINK] + k * L.WF_LINK
     n = Z[link + L.K_FLOWS]
-    if now > Z[link + L.K_SETTLED_NS]:
-        for position in range(n):
-            F[F_of_flow(Z, k, position) + L.FLF_REMAINING] = flow_remaining(Z, F, k, position, now)
-        meter_advance(Z, F, k, now)
-        Z[link + L.K_SETTLED_NS] = now
-    # order by rising cap, ties in order of opening
-    first = I_of_flow(Z, k, 0)
-    reals = F_of_flow(Z, k, 0)
+    caps = flow_reals(Z, k, L.FLF_CAP)
+    rates = flow_reals(Z, k, L.FLF_RATE)
+    changed = flow_ints(Z, k, L.FL_CHANGED)
+    capacity_bps = F[real + L.KF_CAPACITY]
+    n_changed = 0
+    free = -1
+    most_bps = F[real + L.KF_MOST_CAP] if n > 0 else 0.0
+    held_bps = Z[link + L.K_UNITS] * RATE_UNIT_BPS
     for position in range(n):
-        cap = F[reals + position * L.WF_FLOW + L.FLF_CAP]
-        at = position
+        cap_bps = F[caps + position]
+        rate_bps = F[rates + position]
+        if cap_bps != rate_bps:
+            held_bps -= max(rate_bps, 0.0)
+            if cap_bps == math.inf:
+                if free >= 0:
+                    return False
+                free = position
+            else:
+                held_bps += cap_bps
+                most_bps = max(most_bps, cap_bps)
+                Z[changed + n_changed] = position
+                n_changed += 1
+    if free >= 0:
+        # an even share must not be below any cap
+        held_bps += most_bps
+    if held_bps + capacity_bps * ROOM_SHARE + n * RATE_UNIT_BPS > capacity_bps:
+        return False
+    units = Z[link + L.K_UNITS]
+    for m in range(n_changed):
+        position = Z[changed + m]
+        units += rate_units(F[caps + position]) - present_units(F[rates + position])
+        set_rate(Z, F, k, position, F[caps + position])
+    if free >= 0:
+        units -= present_units(F[rates + free])
+        share_bps = fair_share_bps(capacity_bps, units, 1)
+        units += rate_units(share_bps)
+        set_rate(Z, F, k, free, share_bps)
+    F[real + L.KF_MOST_CAP] = most_bps
+    Z[link + L.K_UNITS] = units
+    Z[link + L.K_CONGESTED] = 1 if free >= 0 else 0
+    return True
+
+
+def settle_all(Z: IntArray, F: FloatArray, k: int) -> None:
+    """Share link k among all its flows: `formulas.max_min_rates`."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    n = Z[link + L.K_FLOWS]
+    caps = flow_reals(Z, k, L.FLF_CAP)
+    requests = flow_ints(Z, k, L.FL_REQUEST)
+    order = flow_ints(Z, k, L.FL_ORDER)
+    # by rising cap, ties by request; most of the order is still that of last time
+    for m in range(n):
+        position = Z[order + m]
+        cap_bps = F[caps + position]
+        at = m
         while at > 0:
-            other = Z[first + (at - 1) * L.W_FLOW + L.FL_ORDER]
-            if F[reals + other * L.WF_FLOW + L.FLF_CAP] <= cap:
+            other = Z[order + at - 1]
+            before = F[caps + other]
+            if before < cap_bps or (before == cap_bps and Z[requests + other] < Z[requests + position]):
                 break
-            Z[first + at * L.W_FLOW + L.FL_ORDER] = other
+            Z[order + at] = other
             at -= 1
-        Z[first + at * L.W_FLOW + L.FL_ORDER] = position
-    left_bps = F[real + L.KF_CAPACITY]
-    limited = 0
-    for n_done in range(n):
-        position = Z[first + n_done * L.W_FLOW + L.FL_ORDER]
-        f = reals + position * L.WF_FLOW
-        share_bps, is_limited = fair_share(left_bps, n - n_done, F[f + L.FLF_CAP])
-        F[f + L.FLF_RATE] = share_bps
-        if is_limited:
-            limited = 1
-        left_bps = max(left_bps - share_bps, 0.0)
-    total = 0.0
+        Z[order + at] = position
+    capacity_bps = F[real + L.KF_CAPACITY]
+    units = 0
+    level_bps = NO_RATE_BPS
+    most_bps = 0.0
+    for m in range(n):
+        position = Z[order + m]
+        cap_bps = F[caps + position]
+        if cap_bps < math.inf:
+            most_bps = cap_bps
+        if level_bps == NO_RATE_BPS:
+            share_bps = fair_share_bps(capacity_bps, units, n - m)
+            if cap_bps > share_bps:
+                level_bps = share_bps
+        rate_bps = cap_bps if level_bps == NO_RATE_BPS else level_bps
+        units += rate_units(rate_bps)
+        set_rate(Z, F, k, position, rate_bps)
+    F[real + L.KF_MOST_CAP] = most_bps
+    Z[link + L.K_UNITS] = units
+    Z[link + L.K_CONGESTED] = 0 if level_bps == NO_RATE_BPS else 1
+
+
+def settle_link(Z: IntArray, F: FloatArray, k: int) -> None:
+    """Account the time up to now, share the capacity anew (max-min), find the next end."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    meter_advance(Z, F, k, Z[L.NOW])
+    if not settle_changes(Z, F, k):
+        settle_all(Z, F, k)
+    ends = flow_ints(Z, k, L.FL_END)
     next_end = NEVER_NS
-    for position in range(n):
-        f = reals + position * L.WF_FLOW
-        end_ns = flow_end_ns(now, F[f + L.FLF_REMAINING], F[f + L.FLF_RATE])
-        Z[first + position * L.W_FLOW + L.FL_END] = end_ns
-        next_end = min(next_end, end_ns)
-        total += F[f + L.FLF_RATE]
-    F[real + L.KF_TOTAL_RATE] = total
-    Z[link + L.K_CONGESTED] = limited
+    for position in range(Z[link + L.K_FLOWS]):
+        next_end = min(next_end, Z[ends + position])
+    F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_TOTAL_RATE] = Z[link + L.K_UNITS] * RATE_UNIT_BPS
     Z[link + L.K_DIRTY] = 0
     Z[link + L.K_NEXT_END] = next_end
     if next_end < Z[link + L.K_SCHED_NS]:
@@ -684,18 +773,17 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
         return
     real = Z[L.OF_LINK] + k * L.WF_LINK
     latency_ns = ns_from_s(F[real + L.KF_LATENCY_S])
+    ends = flow_ints(Z, k, L.FL_END)
+    requests = flow_ints(Z, k, L.FL_REQUEST)
     while True:
         best = -1
         for position in range(Z[link + L.K_FLOWS]):
-            i = I_of_flow(Z, k, position)
-            if Z[i + L.FL_END] == now and (
-                best < 0 or Z[i + L.FL_REQUEST] < Z[I_of_flow(Z, k, best) + L.FL_REQUEST]
-            ):
+            if Z[ends + position] == now and (best < 0 or Z[requests + position] < Z[requests + best]):
                 best = position
         if best < 0:
             break
-        r = Z[I_of_flow(Z, k, best) + L.FL_REQUEST]
-        F[real + L.KF_COMPLETED] += F[F_of_flow(Z, k, best) + L.FLF_BITS]
+        r = Z[requests + best]
+        F[real + L.KF_COMPLETED] += F[flow_reals(Z, k, L.FLF_BITS) + best]
         remove_flow(Z, F, k, best)
         # a flow without bytes is over at once, but the request waits for its prefill
         push_handover(Z, P, r, max(now, P[r, L.P_END]) + latency_ns)
@@ -704,15 +792,24 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
 
 
 def remove_flow(Z: IntArray, F: FloatArray, k: int, position: int) -> None:
-    """Take a flow out, the others keep their order."""
+    """Take a flow out; the last one takes its place."""
     link = Z[L.O_LINK] + k * L.W_LINK
-    n = Z[link + L.K_FLOWS] - 1
-    Z[link + L.K_FLOWS] = n
-    i, f = I_of_flow(Z, k, position), F_of_flow(Z, k, position)
-    for at in range(i, i + (n - position) * L.W_FLOW):
-        Z[at] = Z[at + L.W_FLOW]
-    for at in range(f, f + (n - position) * L.WF_FLOW):
-        F[at] = F[at + L.WF_FLOW]
+    last = Z[link + L.K_FLOWS] - 1
+    Z[link + L.K_FLOWS] = last
+    Z[link + L.K_UNITS] -= present_units(F[flow_reals(Z, k, L.FLF_RATE) + position])
+    order = flow_ints(Z, k, L.FL_ORDER)
+    shift = 0
+    for m in range(last):
+        if Z[order + m] == position:
+            shift = 1
+        moved = Z[order + m + shift]
+        Z[order + m] = position if moved == last else moved
+    for field in range(L.FL_ORDER):
+        at = flow_ints(Z, k, field)
+        Z[at + position] = Z[at + last]
+    for field in range(L.WF_FLOW):
+        at = flow_reals(Z, k, field)
+        F[at + position] = F[at + last]
 
 
 def capacity_changes(Z: IntArray, F: FloatArray, k: int) -> None:
@@ -1259,23 +1356,25 @@ def begin(Z: IntArray) -> None:
 
 def staged_bits(Z: IntArray, F: FloatArray, k: int, now: int) -> float:
     """Bits that prefill has produced and link k has not yet sent."""
-    total = 0.0
+    units = 0
+    until = flow_ints(Z, k, L.FL_UNTIL)
+    produce = flow_reals(Z, k, L.FLF_PRODUCE)
     for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
-        i, f = I_of_flow(Z, k, position), F_of_flow(Z, k, position)
         remaining = flow_remaining(Z, F, k, position, now)
-        if now < Z[i + L.FL_UNTIL]:
-            to_come = sent_bits(F[f + L.FLF_PRODUCE], Z[i + L.FL_UNTIL] - now)
+        if now < Z[until + position]:
+            to_come = sent_bits(F[produce + position], Z[until + position] - now)
             remaining = max(remaining - to_come, 0.0)
-        total += remaining
-    return total
+        units += bit_units(remaining)
+    return units * BIT_UNIT
 
 
 def delivered_bits(Z: IntArray, F: FloatArray, k: int) -> float:
     """Bits sent over link k since the start."""
-    total = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_COMPLETED]
+    bits = flow_reals(Z, k, L.FLF_BITS)
+    begun = 0.0
     for position in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]):
-        total += F[F_of_flow(Z, k, position) + L.FLF_BITS] - flow_remaining(Z, F, k, position, Z[L.NOW])
-    return total
+        begun += F[bits + position]
+    return F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_COMPLETED] + (begun - unsent_bits(Z, F, k, Z[L.NOW]))
 
 
 def read_pool(Z: IntArray, P: IntArray, pool: int, out: FloatArray, at: int) -> None:

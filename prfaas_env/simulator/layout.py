@@ -194,13 +194,13 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     K_FLOWS,
     K_NEXT_END,
     K_SCHED_NS,
-    K_SETTLED_NS,
     K_DIRTY,
     K_CONGESTED,
     K_PENDING_BITS,
     K_CAP_AT,
     K_CAP_N,
     K_ACCOUNTED_NS,
+    K_UNITS,
     W_LINK,
 ) = range(13)
 (
@@ -210,12 +210,14 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     KF_NOMINAL,
     KF_FLOW_CAP,
     KF_LATENCY_S,
+    KF_MOST_CAP,
     KF_STATE,
-) = range(7)
+) = range(8)
 WF_LINK = KF_STATE + N_LINK_STATE
 
-FL_REQUEST, FL_ATTEMPT, FL_OPENED, FL_UNTIL, FL_END, FL_ORDER, W_FLOW = range(7)
-FLF_BITS, FLF_REMAINING, FLF_RATE, FLF_CAP, FLF_OWN, FLF_PRODUCE, WF_FLOW = range(7)
+# Flows of a link: one array of FLOW_CAP numbers per field, so that a pass over one field reads little memory.
+FL_REQUEST, FL_SINCE, FL_UNTIL, FL_END, FL_ORDER, FL_CHANGED, W_FLOW = range(7)
+FLF_BITS, FLF_REMAINING, FLF_RATE, FLF_CAP, FLF_PRODUCE, WF_FLOW = range(6)
 
 M_TARGET, M_WHAT, W_MILE = range(3)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from prfaas_env.simulator.formulas import NEVER_NS, flow_end_ns, max_min_rates, sent_bits
+from prfaas_env.simulator.formulas import (
+    BIT_UNIT,
+    NEVER_NS,
+    NO_RATE_BPS,
+    RATE_UNIT_BPS,
+    bit_units,
+    flow_end_ns,
+    left_bits,
+    max_min_rates,
+    rate_units,
+    sent_bits,
+)
 from prfaas_env.telemetry import LinkMeter
 
 
@@ -15,7 +26,7 @@ class Flow:
 
     With layer-wise sending prefill feeds it at `produce_bps` until `producing_until_ns`; without, everything is
     there when it opens. `cap_bps` is the present limit of its rate: never above `own_cap_bps`, nor above
-    `produce_bps` while prefill runs. `remaining_bits` is as of the link's last settled instant.
+    `produce_bps` while prefill runs. `remaining_bits` is as of `since_ns`, when its rate last changed.
     """
 
     request: int
@@ -28,27 +39,42 @@ class Flow:
     owner: Any = None
     cap_bps: float = 0.0
     remaining_bits: float = 0.0
-    rate_bps: float = 0.0
+    since_ns: int = 0
+    rate_bps: float = NO_RATE_BPS
     end_ns: int = NEVER_NS
 
     def __post_init__(self) -> None:
         self.remaining_bits = self.bits
+        self.since_ns = self.opened_ns
         producing = self.opened_ns < self.producing_until_ns
         self.cap_bps = min(self.own_cap_bps, self.produce_bps) if producing else self.own_cap_bps
+
+    def remaining_at(self, now_ns: int) -> float:
+        """Bits not yet sent at `now_ns` (computed, not stored)."""
+        return left_bits(self.remaining_bits, self.rate_bps, now_ns - self.since_ns)
+
+    def set_rate(self, now_ns: int, rate_bps: float) -> None:
+        """Go on at another rate from `now_ns`; at the same one nothing changes, not even a rounding."""
+        if rate_bps == self.rate_bps:
+            return
+        self.remaining_bits = self.remaining_at(now_ns)
+        self.since_ns = now_ns
+        self.rate_bps = rate_bps
+        self.end_ns = flow_end_ns(now_ns, self.remaining_bits, rate_bps)
 
 
 @dataclass(slots=True)
 class LinkState:
-    """Flows of one link in order of opening, with rates as last settled.
+    """Open flows of one link with rates as last settled.
 
     Rates change only in `settle`, once at the end of an instant; between two settled instants they are constant.
+    Sums over flows are sums of whole units (of rates, of bits): they do not depend on the order of the flows.
     """
 
     capacity_bps: float
     meter: LinkMeter
     flows: list[Flow] = field(default_factory=list)
     dirty: bool = False
-    settled_ns: int = 0
     total_rate_bps: float = 0.0
     congested: bool = False
     completed_bits: float = 0.0
@@ -75,53 +101,33 @@ class LinkState:
         return due
 
     def settle(self, now_ns: int) -> None:
-        """Store progress up to now and share the capacity anew."""
-        elapsed_ns = now_ns - self.settled_ns
-        if elapsed_ns > 0:
-            for flow in self.flows:
-                flow.remaining_bits = self.remaining_at(flow, now_ns)
-            self.meter.advance(now_ns, self.total_rate_bps, self.congested)
-            self.settled_ns = now_ns
-        n = len(self.flows)
+        """Account the time up to now and share the capacity anew."""
+        self.meter.advance(now_ns, self.total_rate_bps, self.congested)
         caps = [f.cap_bps for f in self.flows]
-        rates = [0.0] * n
-        order = sorted(range(n), key=caps.__getitem__)
+        rates = [0.0] * len(caps)
+        order = sorted(range(len(caps)), key=lambda i: (caps[i], self.flows[i].request))
         self.congested = max_min_rates(self.capacity_bps, caps, order, rates)
-        total = 0.0
-        self.next_end_ns = NEVER_NS
-        for flow, rate in zip(self.flows, rates, strict=True):
-            flow.rate_bps = rate
-            flow.end_ns = flow_end_ns(now_ns, flow.remaining_bits, rate)
-            self.next_end_ns = min(self.next_end_ns, flow.end_ns)
-            total += rate
-        self.total_rate_bps = total
+        for flow, rate_bps in zip(self.flows, rates, strict=True):
+            flow.set_rate(now_ns, rate_bps)
+        self.next_end_ns = min((f.end_ns for f in self.flows), default=NEVER_NS)
+        self.total_rate_bps = sum(map(rate_units, rates)) * RATE_UNIT_BPS
         self.dirty = False
-
-    def remaining_at(self, flow: Flow, now_ns: int) -> float:
-        """Bits of a flow not yet sent at `now_ns` (computed, not stored)."""
-        return max(flow.remaining_bits - sent_bits(flow.rate_bps, now_ns - self.settled_ns), 0.0)
 
     def unsent_bits(self, now_ns: int) -> float:
         """Bits of all open flows not yet sent."""
-        total = 0.0
-        for flow in self.flows:
-            total += self.remaining_at(flow, now_ns)
-        return total
+        return sum(bit_units(flow.remaining_at(now_ns)) for flow in self.flows) * BIT_UNIT
 
     def staged_bits(self, now_ns: int) -> float:
         """Bits that prefill has produced and the link has not yet sent."""
-        total = 0.0
+        units = 0
         for flow in self.flows:
-            remaining = self.remaining_at(flow, now_ns)
+            remaining = flow.remaining_at(now_ns)
             if now_ns < flow.producing_until_ns:
                 to_come = sent_bits(flow.produce_bps, flow.producing_until_ns - now_ns)
                 remaining = max(remaining - to_come, 0.0)
-            total += remaining
-        return total
+            units += bit_units(remaining)
+        return units * BIT_UNIT
 
     def delivered_bits(self, now_ns: int) -> float:
         """Bits sent since the start."""
-        total = self.completed_bits
-        for flow in self.flows:
-            total += flow.bits - self.remaining_at(flow, now_ns)
-        return total
+        return self.completed_bits + (sum(flow.bits for flow in self.flows) - self.unsent_bits(now_ns))

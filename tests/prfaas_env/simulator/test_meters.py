@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_env.telemetry import LENGTH_BIN_EDGES_TOKENS, DoorMeter, LinkMeter, length_bin
+from prfaas_env.telemetry import (
+    LENGTH_BIN_EDGES_TOKENS,
+    LONG_WINDOW_S,
+    N_BUCKETS,
+    N_DOOR_COLUMNS,
+    N_RATE_COLUMNS,
+    WINDOWS_S,
+    DoorMeter,
+    LinkMeter,
+    length_bin,
+    roll_windows,
+)
 
 S = 1_000_000_000
 NOMINAL = 100e6
@@ -293,3 +304,38 @@ def test_rates_are_plain_counts_over_the_window(arrivals, at_ns):
         seconds = max(min(window_s, whole), 1)
         assert reading[f"arrival_rate_{window_s}s_rps"] == pytest.approx(len(inside) / seconds)
         assert reading[f"input_token_rate_{window_s}s_tps"] == pytest.approx(sum(inside) / seconds)
+
+
+# ---------------------------------------------------------------------------------- running window sums
+
+
+@settings(max_examples=100, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3) | st.integers(0, 400), st.integers(0, 20), st.booleans()), max_size=30
+    )
+)
+def test_running_sums_are_those_of_the_ring(events):
+    """Seconds that pass (sometimes more than the ring holds), tokens of an arrival, whether anyone reads."""
+    meter = DoorMeter(None, None)
+    sums = np.zeros(len(WINDOWS_S) * N_DOOR_COLUMNS)
+    second = rolled = 0
+
+    def roll():
+        nonlocal rolled
+        roll_windows(meter.stamps, 0, meter.table, 0, N_DOOR_COLUMNS, N_RATE_COLUMNS, sums, 0, rolled, second)
+        rolled = second
+
+    for seconds, tokens, read in events:
+        second += seconds
+        if tokens:
+            roll()
+            meter.arrival(second * S, 100 * tokens, 100 * tokens)
+        if read:
+            roll()
+            rows = meter.table.reshape(N_BUCKETS, N_DOOR_COLUMNS)
+            for w, window_s in enumerate(WINDOWS_S):
+                n = N_DOOR_COLUMNS if window_s == LONG_WINDOW_S else N_RATE_COLUMNS
+                inside = (meter.stamps >= second - window_s) & (meter.stamps < second) & (meter.stamps >= 0)
+                found = sums[w * N_DOOR_COLUMNS :][:n]
+                assert found.tolist() == rows[inside].sum(axis=0)[:n].tolist()
