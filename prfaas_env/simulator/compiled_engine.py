@@ -270,7 +270,7 @@ def moved(old: Layout, new: Layout, ints: IntArray, reals: FloatArray) -> tuple[
     """The state in the arrays of a layout with larger capacities."""
     out_ints, out_reals = new.start()
     kept = np.arange(L.N_SCALARS)
-    fixed = [*new.offsets, L.HEAP_CAP, L.FLOW_CAP, L.CAP_CAP]
+    fixed = [*new.offsets, L.HEAP_CAP, L.HEAP_ROOM, L.FLOW_CAP, L.CAP_CAP]
     kept = kept[~np.isin(kept, fixed)]
     out_ints[kept] = ints[kept]
     for q, (start, _, _) in enumerate(old.trees):

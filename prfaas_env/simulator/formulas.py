@@ -7,6 +7,8 @@ half-even, when it is scheduled.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -97,12 +99,19 @@ def decode_step_s(a_s: float, b_s: float, c_s: float, batch: int, context_tokens
 
 
 def virtual_now(anchor_u: int, anchor_ns: int, ratio: float, now_ns: int) -> int:
-    """Virtual decode time (nominal ns) at `now_ns`; it runs at `ratio` = nominal step / step since the anchor."""
+    """Virtual decode time (nominal ns) at `now_ns`; it runs at `ratio` = nominal step / step since the anchor.
+
+    At ratio 1 this is exact, so that it does not matter when the anchor was set.
+    """
+    if ratio == 1.0:
+        return anchor_u + (now_ns - anchor_ns)
     return anchor_u + round((now_ns - anchor_ns) * ratio)
 
 
 def virtual_when(anchor_u: int, anchor_ns: int, ratio: float, target_u: int) -> int:
-    """Instant at which virtual decode time reaches `target_u`."""
+    """Instant at which virtual decode time reaches `target_u`; exact at ratio 1."""
+    if ratio == 1.0:
+        return anchor_ns + (target_u - anchor_u)
     return anchor_ns + round((target_u - anchor_u) / ratio)
 
 
@@ -145,31 +154,33 @@ def bit_units(bits: float) -> int:
     return round(bits / BIT_UNIT)
 
 
-def max_min_rates(capacity_bps: float, caps_bps: Floats, order: Ints, rates_bps: Floats) -> bool:
-    """Max-min fair rates of flows that share one link (water-filling).
+def water_level_bps(capacity_bps: float, caps_bps: Floats) -> float:
+    """Max-min fair sharing of one link: each flow gets the smaller of its cap and this level, in bit/s.
+
+    The level starts at the even share; what flows with a cap below it leave raises it for the others.
 
     Args:
         capacity_bps: capacity of the link, bit/s, at most `MAX_RATE_BPS`.
-        caps_bps: shape (n,), cap of each flow, bit/s; may be infinite.
-        order: shape (n,), flow positions sorted by rising cap (ties in any fixed order).
-        rates_bps: shape (n,), output.
+        caps_bps: shape (n,), cap of each flow, bit/s, in any order; may be infinite.
 
     Returns:
-        True if the link is the limit of at least one flow (some flow gets less than its cap).
+        The level; infinite if every flow gets its cap.
     """
-    capped_units = 0
-    n = len(order)
-    for k in range(n):
-        share_bps = fair_share_bps(capacity_bps, capped_units, n - k)
-        cap_bps = caps_bps[order[k]]
-        if cap_bps > share_bps:
-            # the water level: this flow and all with a higher cap
-            for j in range(k, n):
-                rates_bps[order[j]] = share_bps
-            return True
-        rates_bps[order[k]] = cap_bps
-        capped_units += rate_units(cap_bps)
-    return False
+    n = len(caps_bps)
+    n_capped = -1
+    level_bps = 0.0
+    while True:
+        units, count = 0, 0
+        for k in range(n):
+            if caps_bps[k] <= level_bps:
+                units += rate_units(caps_bps[k])
+                count += 1
+        if count == n:
+            return math.inf
+        if count == n_capped:
+            return level_bps
+        n_capped = count
+        level_bps = max(level_bps, fair_share_bps(capacity_bps, units, n - count))
 
 
 def fair_share_bps(capacity_bps: float, capped_units: int, n_flows: int) -> float:

@@ -45,6 +45,7 @@ from prfaas_env.simulator.formulas import (
     virtual_now,
     virtual_ratio,
     virtual_when,
+    water_level_bps,
 )
 from prfaas_env.telemetry import (
     LINK_FIELDS,
@@ -112,41 +113,42 @@ RAN, GROW_HEAP, GROW_FLOWS = 0, 1, 2
 
 
 def pair_push(Z: IntArray, base: int, n: int, first: int, second: int) -> None:
-    """Add (first, second) to a binary heap of n pairs that starts at `base`."""
-    while n > 0:
-        parent = (n - 1) >> 1
+    """Add a pair to a binary heap of `n` pairs from `base` on, the least (first, second) at the top."""
+    hole = n
+    while hole > 0:
+        parent = (hole - 1) >> 1
         at = base + 2 * parent
         above = Z[at]
         if above < first or (above == first and Z[at + 1] <= second):
             break
-        Z[base + 2 * n] = above
-        Z[base + 2 * n + 1] = Z[at + 1]
-        n = parent
-    Z[base + 2 * n] = first
-    Z[base + 2 * n + 1] = second
+        Z[base + 2 * hole] = above
+        Z[base + 2 * hole + 1] = Z[at + 1]
+        hole = parent
+    Z[base + 2 * hole] = first
+    Z[base + 2 * hole + 1] = second
 
 
 def pair_pop(Z: IntArray, base: int, n: int) -> int:
-    """Take the least pair out of a binary heap; `n` pairs are left. Gives the second number of the pair."""
+    """Take the least pair out of a binary heap; `n` pairs are left. Gives the second number of the pair.
+
+    The hole goes down to a leaf and the last pair up from there: it mostly belongs near the bottom, and which child
+    is less is computed, not branched on.
+    """
     top = Z[base + 1]
-    first = Z[base + 2 * n]
-    second = Z[base + 2 * n + 1]
     hole = 0
-    while True:
-        child = 2 * hole + 1
-        if child >= n:
-            break
+    child = 1
+    while child < n:
         at = base + 2 * child
-        if child + 1 < n and (Z[at + 2] < Z[at] or (Z[at + 2] == Z[at] and Z[at + 3] < Z[at + 1])):
-            child += 1
-            at += 2
-        if first < Z[at] or (first == Z[at] and second <= Z[at + 1]):
-            break
+        # the pair behind the last one, if it comes to that, is the last one itself
+        right = (Z[at + 2] < Z[at]) | ((Z[at + 2] == Z[at]) & (Z[at + 3] < Z[at + 1]))
+        step = int(right)
+        at += 2 * step
         Z[base + 2 * hole] = Z[at]
         Z[base + 2 * hole + 1] = Z[at + 1]
-        hole = child
-    Z[base + 2 * hole] = first
-    Z[base + 2 * hole + 1] = second
+        hole = child + step
+        child = 2 * hole + 1
+    if hole < n:
+        pair_push(Z, base, hole, Z[base + 2 * n], Z[base + 2 * n + 1])
     return top
 
 
@@ -196,14 +198,14 @@ def mile_base(Z: IntArray, inst: int) -> int:
 
 def mile_push(Z: IntArray, inst: int, target: int, what: int) -> None:
     """Add a milestone to an instance's heap."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     pair_push(Z, mile_base(Z, inst), Z[i + L.I_MILE_N], target, what)
     Z[i + L.I_MILE_N] += 1
 
 
 def mile_pop(Z: IntArray, inst: int) -> int:
     """Take out the first milestone; gives what it is."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     Z[i + L.I_MILE_N] -= 1
     return pair_pop(Z, mile_base(Z, inst), Z[i + L.I_MILE_N])
 
@@ -491,7 +493,7 @@ def start_attempt(
 
 def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
     """Bring the trees of an instance's pool up to date with its role, phase and work."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     leaf = inst - Z[q + L.Q_FIRST]
     leaves = Z[q + L.Q_LEAVES]
@@ -501,7 +503,7 @@ def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
         if Z[i + L.I_RUNNING] >= 0:
             free_key = Z[i + L.I_END_NS]
         else:
-            slow = 1 if F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] < 1.0 else 0
+            slow = 1 if F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED] < 1.0 else 0
             idle_key = (slow << TREE_SHIFT) + leaf
     at = Z[q + L.Q_IDLE_TREE]
     if Z[at + leaves + leaf] != idle_key:
@@ -515,7 +517,7 @@ def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
 
 def set_decode_state(Z: IntArray, inst: int) -> None:
     """Bring the decode tree up to date: active decode instances with a free slot, by sequences, then number."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     site = Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD
     leaf = inst - Z[q + L.Q_FIRST]
@@ -539,14 +541,14 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None
         Z[q + L.Q_WORK_NS] -= P[r, L.P_WORK_NS]
         Z[q + L.Q_TOKENS] -= P[r, L.P_NEW]
         duration_ns = P[r, L.P_WORK_NS]
-        speed = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED]
+        speed = F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED]
         if speed < 1.0:
             cached_tokens = P[r, L.P_CONTEXT] - P[r, L.P_NEW]
             duration_ns = ns_from_s(pool_prefill_s(Z, F, q, P[r, L.P_NEW], cached_tokens) / speed)
         end_ns = now + duration_ns
         P[r, L.P_STARTED] = now
         P[r, L.P_END] = end_ns
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         Z[i + L.I_RUNNING] = r
         Z[i + L.I_END_NS] = end_ns
         set_prefill_state(Z, F, inst)
@@ -570,7 +572,7 @@ def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, 
     now = Z[L.NOW]
     q = Z[L.O_POOL] + pool * L.W_POOL
     inst = Z[q + L.Q_FIRST] + leaf
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     integral_add(Z, q + L.Q_BUSY, now, -1)
     Z[i + L.I_RUNNING] = -1
     if Z[i + L.I_PHASE] == DRAINING:
@@ -589,18 +591,27 @@ def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, 
     else:
         link = Z[L.O_LINK] + k * L.W_LINK
         requests = flow_ints(Z, k, L.FL_REQUEST)
-        for position in range(Z[link + L.K_FLOWS]):
+        for position in range(Z[link + L.K_PAST], Z[link + L.K_FLOWS]):
             if Z[requests + position] == r:
-                own_bps = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_FLOW_CAP]
-                F[flow_reals(Z, k, L.FLF_CAP) + position] = own_bps
-                Z[link + L.K_DIRTY] = 1
+                production_ends(Z, F, k, position)
                 break
 
 
 def push_handover(Z: IntArray, P: IntArray, r: int, at_ns: int) -> None:
     """The cache of request r is at the decode side at `at_ns`."""
-    cluster = Z[L.N_PRFAAS] + P[r, L.P_PD]
-    heap_push(Z, at_ns, event_key(HANDOVER_END, cluster, 0, r, P[r, L.P_ATTEMPTS]))
+    key = event_key(HANDOVER_END, Z[L.N_PRFAAS] + P[r, L.P_PD], 0, r, P[r, L.P_ATTEMPTS])
+    heap = Z[L.O_HEAP]
+    if at_ns == Z[L.NOW] and (Z[L.HEAP_N] == 0 or Z[heap] > at_ns or Z[heap + 1] > key):
+        # it would be the next event
+        join_decode_queue(Z, P, r)
+        return
+    heap_push(Z, at_ns, key)
+
+
+# Flows of a link lie in two parts: positions 0..K_PAST-1 are past their production, the others are still fed by their
+# prefill. `FL_CHANGED` lists the K_CHANGED positions whose cap is new since the last settling. A flow still fed ends
+# after its prefill, when it is looked at again anyway, so only ends of the first part need an event; K_EARLY says that
+# some flow is an exception (no bytes, or so few that rounding matters).
 
 
 def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
@@ -619,19 +630,44 @@ def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
     Z[flow_ints(Z, k, L.FL_SINCE) + position] = now
     Z[flow_ints(Z, k, L.FL_UNTIL) + position] = until_ns
     Z[flow_ints(Z, k, L.FL_END) + position] = NEVER_NS
-    Z[flow_ints(Z, k, L.FL_ORDER) + position] = position
     F[flow_reals(Z, k, L.FLF_BITS) + position] = bits
     F[flow_reals(Z, k, L.FLF_REMAINING) + position] = bits
     F[flow_reals(Z, k, L.FLF_RATE) + position] = NO_RATE_BPS
     F[flow_reals(Z, k, L.FLF_PRODUCE) + position] = produce_bps
-    F[flow_reals(Z, k, L.FLF_CAP) + position] = min(own_bps, produce_bps) if now < until_ns else own_bps
+    F[flow_reals(Z, k, L.FLF_CAP) + position] = min(own_bps, produce_bps)
+    Z[flow_ints(Z, k, L.FL_CHANGED) + Z[link + L.K_CHANGED]] = position
+    Z[link + L.K_CHANGED] += 1
+    if now >= until_ns:
+        production_ends(Z, F, k, position)
     Z[link + L.K_PENDING_BITS] -= bits_whole
     Z[link + L.K_DIRTY] = 1
 
 
-def present_units(rate_bps: float) -> int:
-    """Units of a flow's rate; a flow that is not settled yet has none."""
-    return 0 if rate_bps == NO_RATE_BPS else rate_units(rate_bps)
+def production_ends(Z: IntArray, F: FloatArray, k: int, position: int) -> None:
+    """The prefill behind a flow is over: its own cap alone holds from now on."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    cap = flow_reals(Z, k, L.FLF_CAP) + position
+    rate_bps = F[flow_reals(Z, k, L.FLF_RATE) + position]
+    if rate_bps != NO_RATE_BPS:
+        Z[link + L.K_HELD_UNITS] -= rate_units(rate_bps)
+        Z[flow_ints(Z, k, L.FL_CHANGED) + Z[link + L.K_CHANGED]] = position
+        Z[link + L.K_CHANGED] += 1
+    F[cap] = F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_FLOW_CAP]
+    Z[link + L.K_DIRTY] = 1
+    past = Z[link + L.K_PAST]
+    Z[link + L.K_PAST] = past + 1
+    for field in range(L.FL_CHANGED):
+        at = flow_ints(Z, k, field)
+        Z[at + past], Z[at + position] = Z[at + position], Z[at + past]
+    for field in range(L.WF_FLOW):
+        at = flow_reals(Z, k, field)
+        F[at + past], F[at + position] = F[at + position], F[at + past]
+    changed = flow_ints(Z, k, L.FL_CHANGED)
+    for n in range(Z[link + L.K_CHANGED]):
+        if Z[changed + n] == position:
+            Z[changed + n] = past
+        elif Z[changed + n] == past:
+            Z[changed + n] = position
 
 
 def set_rate(Z: IntArray, F: FloatArray, k: int, position: int, rate_bps: float) -> None:
@@ -643,115 +679,104 @@ def set_rate(Z: IntArray, F: FloatArray, k: int, position: int, rate_bps: float)
     remaining = flow_remaining(Z, F, k, position, now)
     F[flow_reals(Z, k, L.FLF_REMAINING) + position] = remaining
     Z[flow_ints(Z, k, L.FL_SINCE) + position] = now
-    Z[flow_ints(Z, k, L.FL_END) + position] = flow_end_ns(now, remaining, rate_bps)
+    end_ns = flow_end_ns(now, remaining, rate_bps)
+    Z[flow_ints(Z, k, L.FL_END) + position] = end_ns
     F[rate] = rate_bps
+    link = Z[L.O_LINK] + k * L.W_LINK
+    if position >= Z[link + L.K_PAST] and end_ns <= Z[flow_ints(Z, k, L.FL_UNTIL) + position]:
+        Z[link + L.K_EARLY] = 1
 
 
 def settle_changes(Z: IntArray, F: FloatArray, k: int) -> bool:
-    """Share link k where all caps fit with room to spare: only flows whose rate is not their cap need work.
+    """Share link k where all finite caps were met and still are with room to spare; only what changed needs work.
 
-    Gives False, with nothing changed, where they may not fit or two flows have no cap. Where it gives True the rates
-    are those of `settle_all`: with this much room every flow passes its comparison with the even share there.
+    Gives False, with nothing changed, where they may not fit. Where it gives True the rates are those of
+    `settle_all`: with this much room every pass of `water_level_bps` finds one more finite cap below the level, until
+    the flows without a cap share evenly what the others leave.
     """
     link = Z[L.O_LINK] + k * L.W_LINK
     real = Z[L.OF_LINK] + k * L.WF_LINK
+    if Z[link + L.K_AT_CAPS] == 0:
+        return False
     n = Z[link + L.K_FLOWS]
     caps = flow_reals(Z, k, L.FLF_CAP)
-    rates = flow_reals(Z, k, L.FLF_RATE)
     changed = flow_ints(Z, k, L.FL_CHANGED)
-    capacity_bps = F[real + L.KF_CAPACITY]
-    n_changed = 0
-    free = -1
     most_bps = F[real + L.KF_MOST_CAP] if n > 0 else 0.0
-    held_bps = Z[link + L.K_UNITS] * RATE_UNIT_BPS
-    for position in range(n):
-        cap_bps = F[caps + position]
-        rate_bps = F[rates + position]
-        if cap_bps != rate_bps:
-            held_bps -= max(rate_bps, 0.0)
-            if cap_bps == math.inf:
-                if free >= 0:
-                    return False
-                free = position
-            else:
-                held_bps += cap_bps
-                most_bps = max(most_bps, cap_bps)
-                Z[changed + n_changed] = position
-                n_changed += 1
-    if free >= 0:
-        # an even share must not be below any cap
-        held_bps += most_bps
-    if held_bps + capacity_bps * ROOM_SHARE + n * RATE_UNIT_BPS > capacity_bps:
+    held_units = Z[link + L.K_HELD_UNITS]
+    capacity_bps = F[real + L.KF_CAPACITY]
+    for m in range(Z[link + L.K_CHANGED]):
+        cap_bps = F[caps + Z[changed + m]]
+        if cap_bps < math.inf:
+            if cap_bps > capacity_bps:
+                return False
+            held_units += rate_units(cap_bps)
+            most_bps = max(most_bps, cap_bps)
+    # own caps of a link are finite for all its flows or for none
+    n_free = Z[link + L.K_PAST] if F[real + L.KF_FLOW_CAP] == math.inf else 0
+    needed_bps = held_units * RATE_UNIT_BPS + n_free * most_bps
+    if needed_bps + capacity_bps * ROOM_SHARE + n * RATE_UNIT_BPS > capacity_bps:
         return False
-    units = Z[link + L.K_UNITS]
-    for m in range(n_changed):
+    for m in range(Z[link + L.K_CHANGED]):
         position = Z[changed + m]
-        units += rate_units(F[caps + position]) - present_units(F[rates + position])
-        set_rate(Z, F, k, position, F[caps + position])
-    if free >= 0:
-        units -= present_units(F[rates + free])
-        share_bps = fair_share_bps(capacity_bps, units, 1)
-        units += rate_units(share_bps)
-        set_rate(Z, F, k, free, share_bps)
+        if F[caps + position] < math.inf:
+            set_rate(Z, F, k, position, F[caps + position])
+    units = held_units
+    if n_free > 0:
+        share_bps = fair_share_bps(capacity_bps, held_units, n_free)
+        for position in range(n_free):
+            set_rate(Z, F, k, position, share_bps)
+        units += n_free * rate_units(share_bps)
     F[real + L.KF_MOST_CAP] = most_bps
-    Z[link + L.K_UNITS] = units
-    Z[link + L.K_CONGESTED] = 1 if free >= 0 else 0
+    F[real + L.KF_TOTAL_RATE] = units * RATE_UNIT_BPS
+    Z[link + L.K_HELD_UNITS] = held_units
+    Z[link + L.K_CONGESTED] = 1 if n_free > 0 else 0
     return True
 
 
 def settle_all(Z: IntArray, F: FloatArray, k: int) -> None:
-    """Share link k among all its flows: `formulas.max_min_rates`."""
+    """Share link k among all its flows."""
     link = Z[L.O_LINK] + k * L.W_LINK
     real = Z[L.OF_LINK] + k * L.WF_LINK
     n = Z[link + L.K_FLOWS]
     caps = flow_reals(Z, k, L.FLF_CAP)
-    requests = flow_ints(Z, k, L.FL_REQUEST)
-    order = flow_ints(Z, k, L.FL_ORDER)
-    # by rising cap, ties by request; most of the order is still that of last time
-    for m in range(n):
-        position = Z[order + m]
-        cap_bps = F[caps + position]
-        at = m
-        while at > 0:
-            other = Z[order + at - 1]
-            before = F[caps + other]
-            if before < cap_bps or (before == cap_bps and Z[requests + other] < Z[requests + position]):
-                break
-            Z[order + at] = other
-            at -= 1
-        Z[order + at] = position
-    capacity_bps = F[real + L.KF_CAPACITY]
+    level_bps = water_level_bps(F[real + L.KF_CAPACITY], F[caps : caps + n])
     units = 0
-    level_bps = NO_RATE_BPS
+    held_units = 0
     most_bps = 0.0
-    for m in range(n):
-        position = Z[order + m]
+    for position in range(n):
         cap_bps = F[caps + position]
-        if cap_bps < math.inf:
-            most_bps = cap_bps
-        if level_bps == NO_RATE_BPS:
-            share_bps = fair_share_bps(capacity_bps, units, n - m)
-            if cap_bps > share_bps:
-                level_bps = share_bps
-        rate_bps = cap_bps if level_bps == NO_RATE_BPS else level_bps
+        rate_bps = min(cap_bps, level_bps)
         units += rate_units(rate_bps)
+        if cap_bps < math.inf:
+            held_units += rate_units(rate_bps)
+            most_bps = max(most_bps, cap_bps)
         set_rate(Z, F, k, position, rate_bps)
     F[real + L.KF_MOST_CAP] = most_bps
-    Z[link + L.K_UNITS] = units
-    Z[link + L.K_CONGESTED] = 0 if level_bps == NO_RATE_BPS else 1
+    F[real + L.KF_TOTAL_RATE] = units * RATE_UNIT_BPS
+    Z[link + L.K_HELD_UNITS] = held_units
+    Z[link + L.K_AT_CAPS] = 1 if most_bps <= level_bps else 0
+    Z[link + L.K_CONGESTED] = 1 if level_bps < math.inf else 0
 
 
 def settle_link(Z: IntArray, F: FloatArray, k: int) -> None:
     """Account the time up to now, share the capacity anew (max-min), find the next end."""
+    now = Z[L.NOW]
     link = Z[L.O_LINK] + k * L.W_LINK
-    meter_advance(Z, F, k, Z[L.NOW])
+    meter_advance(Z, F, k, now)
     if not settle_changes(Z, F, k):
         settle_all(Z, F, k)
     ends = flow_ints(Z, k, L.FL_END)
     next_end = NEVER_NS
-    for position in range(Z[link + L.K_FLOWS]):
+    for position in range(Z[link + L.K_PAST]):
         next_end = min(next_end, Z[ends + position])
-    F[Z[L.OF_LINK] + k * L.WF_LINK + L.KF_TOTAL_RATE] = Z[link + L.K_UNITS] * RATE_UNIT_BPS
+    if Z[link + L.K_EARLY] != 0:
+        Z[link + L.K_EARLY] = 0
+        until = flow_ints(Z, k, L.FL_UNTIL)
+        for position in range(Z[link + L.K_PAST], Z[link + L.K_FLOWS]):
+            if Z[ends + position] <= Z[until + position]:
+                next_end = min(next_end, Z[ends + position])
+                Z[link + L.K_EARLY] = 1
+    Z[link + L.K_CHANGED] = 0
     Z[link + L.K_DIRTY] = 0
     Z[link + L.K_NEXT_END] = next_end
     if next_end < Z[link + L.K_SCHED_NS]:
@@ -777,7 +802,7 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
     requests = flow_ints(Z, k, L.FL_REQUEST)
     while True:
         best = -1
-        for position in range(Z[link + L.K_FLOWS]):
+        for position in range(Z[link + L.K_FLOWS] if Z[link + L.K_EARLY] != 0 else Z[link + L.K_PAST]):
             if Z[ends + position] == now and (best < 0 or Z[requests + position] < Z[requests + best]):
                 best = position
         if best < 0:
@@ -792,24 +817,42 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
 
 
 def remove_flow(Z: IntArray, F: FloatArray, k: int, position: int) -> None:
-    """Take a flow out; the last one takes its place."""
+    """Take a flow out; the last one of its part takes its place."""
     link = Z[L.O_LINK] + k * L.W_LINK
-    last = Z[link + L.K_FLOWS] - 1
-    Z[link + L.K_FLOWS] = last
-    Z[link + L.K_UNITS] -= present_units(F[flow_reals(Z, k, L.FLF_RATE) + position])
-    order = flow_ints(Z, k, L.FL_ORDER)
-    shift = 0
-    for m in range(last):
-        if Z[order + m] == position:
-            shift = 1
-        moved = Z[order + m + shift]
-        Z[order + m] = position if moved == last else moved
-    for field in range(L.FL_ORDER):
+    changed = flow_ints(Z, k, L.FL_CHANGED)
+    n = Z[link + L.K_CHANGED]
+    listed = False
+    for m in range(n):
+        if Z[changed + m] == position:
+            Z[changed + m] = Z[changed + n - 1]
+            Z[link + L.K_CHANGED] = n - 1
+            listed = True
+            break
+    if not listed and F[flow_reals(Z, k, L.FLF_CAP) + position] < math.inf:
+        Z[link + L.K_HELD_UNITS] -= rate_units(F[flow_reals(Z, k, L.FLF_RATE) + position])
+    hole = position
+    if position < Z[link + L.K_PAST]:
+        Z[link + L.K_PAST] -= 1
+        hole = Z[link + L.K_PAST]
+        move_flow(Z, F, k, hole, position)
+    Z[link + L.K_FLOWS] -= 1
+    move_flow(Z, F, k, Z[link + L.K_FLOWS], hole)
+
+
+def move_flow(Z: IntArray, F: FloatArray, k: int, source: int, target: int) -> None:
+    """Move a flow to a position that is free."""
+    if source == target:
+        return
+    for field in range(L.FL_CHANGED):
         at = flow_ints(Z, k, field)
-        Z[at + position] = Z[at + last]
+        Z[at + target] = Z[at + source]
     for field in range(L.WF_FLOW):
         at = flow_reals(Z, k, field)
-        F[at + position] = F[at + last]
+        F[at + target] = F[at + source]
+    changed = flow_ints(Z, k, L.FL_CHANGED)
+    for m in range(Z[Z[L.O_LINK] + k * L.W_LINK + L.K_CHANGED]):
+        if Z[changed + m] == source:
+            Z[changed + m] = target
 
 
 def capacity_changes(Z: IntArray, F: FloatArray, k: int) -> None:
@@ -835,7 +878,7 @@ def push_capacity(Z: IntArray, k: int) -> None:
 
 def mark_dirty(Z: IntArray, inst: int) -> None:
     """The batch of an instance changed: fix its step when the instant is settled."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     if Z[i + L.I_DIRTY] == 0:
         Z[i + L.I_DIRTY] = 1
         n = Z[L.N_DIRTY]
@@ -871,7 +914,7 @@ def place_for(Z: IntArray, site: int, kv_tokens: int) -> int:
     best = -1
     fewest = 0
     for inst in range(first, first + Z[q + L.Q_N]):
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         if Z[i + L.I_ROLE] != DECODE_ROLE or Z[i + L.I_PHASE] != ACTIVE:
             continue
         n = Z[i + L.I_SEQUENCES]
@@ -895,11 +938,11 @@ def dispatch_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int) -> None:
         Z[site + L.D_HEAD] = P[r, L.P_NEXT]
         Z[site + L.D_LEN] -= 1
         Z[site + L.D_TOKENS] -= P[r, L.P_CONTEXT]
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         u = virtual_now(
             Z[i + L.I_ANCHOR_U],
             Z[i + L.I_ANCHOR_NS],
-            F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+            F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_RATIO],
             now,
         )
         P[r, L.P_JOINED_U] = u
@@ -919,7 +962,7 @@ def dispatch_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int) -> None:
 
 def leave_batch(Z: IntArray, P: IntArray, site: int, inst: int, r: int) -> None:
     """Take a sequence out of an instance."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     Z[i + L.I_SEQUENCES] -= 1
     Z[i + L.I_KV] -= P[r, L.P_INPUT] + Z[site + L.D_KV_RESERVE]
     Z[i + L.I_CONTEXT] -= P[r, L.P_CONTEXT]
@@ -932,11 +975,17 @@ def leave_batch(Z: IntArray, P: IntArray, site: int, inst: int, r: int) -> None:
 def settle_batch(Z: IntArray, F: FloatArray, inst: int) -> None:
     """Fix the step for the present batch and wake for the next milestone."""
     now = Z[L.NOW]
-    i = Z[L.O_INST] + inst * L.W_INST
-    real = Z[L.OF_INST] + inst * L.WF_INST
+    i = L.AT_INST + inst * L.W_INST
+    real = L.AT_REAL_INST + inst * L.WF_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     pd = Z[q + L.Q_PD]
-    token_u = Z[Z[L.O_PD] + pd * L.W_PD + L.D_TOKEN_U]
+    site = Z[L.O_PD] + pd * L.W_PD
+    Z[i + L.I_DIRTY] = 0
+    if Z[site + L.D_FLAT] != 0 and F[real + L.IF_RATIO] == 1.0 and F[real + L.IF_SPEED] == 1.0:
+        # the step is the same whatever the batch, and at ratio 1 the anchor does not matter
+        wake_decode(Z, F, inst)
+        return
+    token_u = Z[site + L.D_TOKEN_U]
     profile = Z[L.OF_PD] + pd * L.WF_PD
     u = virtual_now(Z[i + L.I_ANCHOR_U], Z[i + L.I_ANCHOR_NS], F[real + L.IF_RATIO], now)
     Z[i + L.I_ANCHOR_NS] = now
@@ -952,19 +1001,18 @@ def settle_batch(Z: IntArray, F: FloatArray, inst: int) -> None:
         Z[i + L.I_CONTEXT] + generated,
         F[real + L.IF_SPEED],
     )
-    Z[i + L.I_DIRTY] = 0
     wake_decode(Z, F, inst)
 
 
 def wake_decode(Z: IntArray, F: FloatArray, inst: int) -> None:
     """Schedule the next milestone of an instance unless an event at or before it is already there."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     next_ns = NEVER_NS
     if Z[i + L.I_MILE_N] > 0:
         next_ns = virtual_when(
             Z[i + L.I_ANCHOR_U],
             Z[i + L.I_ANCHOR_NS],
-            F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+            F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_RATIO],
             Z[mile_base(Z, inst)],
         )
     Z[i + L.I_NEXT_NS] = next_ns
@@ -972,9 +1020,13 @@ def wake_decode(Z: IntArray, F: FloatArray, inst: int) -> None:
 
 
 def push_decode(Z: IntArray, inst: int) -> None:
-    """Put the next milestone into the heap unless an event at or before it is already there."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    """Put the next milestone into the heap unless an event at or before it is already there.
+
+    The event that was the earliest so far is remembered: when this one has come, that one need not be added again.
+    """
+    i = L.AT_INST + inst * L.W_INST
     if Z[i + L.I_NEXT_NS] < Z[i + L.I_SCHED_NS]:
+        Z[i + L.I_SCHED_AFTER_NS] = Z[i + L.I_SCHED_NS]
         Z[i + L.I_SCHED_NS] = Z[i + L.I_NEXT_NS]
         pool = Z[i + L.I_POOL]
         leaf = inst - Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST]
@@ -986,16 +1038,17 @@ def decode_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) 
     now = Z[L.NOW]
     q = Z[L.O_POOL] + pool * L.W_POOL
     inst = Z[q + L.Q_FIRST] + leaf
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     if Z[i + L.I_SCHED_NS] == now:
-        Z[i + L.I_SCHED_NS] = NEVER_NS
+        Z[i + L.I_SCHED_NS] = Z[i + L.I_SCHED_AFTER_NS]
+        Z[i + L.I_SCHED_AFTER_NS] = NEVER_NS
     if Z[i + L.I_NEXT_NS] != now:
         push_decode(Z, inst)
         return
     pd = Z[q + L.Q_PD]
     site = Z[L.O_PD] + pd * L.W_PD
     anchor_u, anchor_ns = Z[i + L.I_ANCHOR_U], Z[i + L.I_ANCHOR_NS]
-    ratio = F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO]
+    ratio = F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_RATIO]
     u = virtual_now(anchor_u, anchor_ns, ratio, now)
     base = mile_base(Z, inst)
     while Z[i + L.I_MILE_N] > 0 and (
@@ -1095,7 +1148,7 @@ def conversion_source(Z: IntArray, site: int, move: int) -> int:
     best = -1
     best_key = NEVER_NS
     for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         if Z[i + L.I_ROLE] != role or Z[i + L.I_PHASE] != ACTIVE:
             continue
         busy_key = Z[i + L.I_END_NS] if Z[i + L.I_RUNNING] >= 0 else -1
@@ -1111,7 +1164,7 @@ def order_conversion(Z: IntArray, F: FloatArray, pd: int, inst: int, move: int) 
     now = Z[L.NOW]
     site = Z[L.O_PD] + pd * L.W_PD
     q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     Z[L.CONVERSIONS] += 1
     Z[site + L.D_CONVERTING] += 1
     Z[site + L.D_CONVERTED_NS] = now
@@ -1133,14 +1186,14 @@ def order_conversion(Z: IntArray, F: FloatArray, pd: int, inst: int, move: int) 
 
 def push_conversion(Z: IntArray, inst: int, at_ns: int) -> None:
     """Something about the conversion of an instance happens at `at_ns`."""
-    pool = Z[Z[L.O_INST] + inst * L.W_INST + L.I_POOL]
+    pool = Z[L.AT_INST + inst * L.W_INST + L.I_POOL]
     leaf = inst - Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST]
     heap_push(Z, at_ns, event_key(CONVERSION, pool, leaf, 0, 0))
 
 
 def count_role(Z: IntArray, inst: int, change: int) -> None:
     """Account an instance that leaves (-1) or joins (1) its role."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     if Z[i + L.I_ROLE] == PREFILL_ROLE:
         integral_add(Z, q + L.Q_IN_ROLE, Z[L.NOW], change)
@@ -1151,9 +1204,9 @@ def count_role(Z: IntArray, inst: int, change: int) -> None:
 
 def begin_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
     """An instance has drained: switch."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     Z[i + L.I_PHASE] = SWITCHING
-    F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = 1.0
+    F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED] = 1.0
     Z[i + L.I_WARM_UNTIL_NS] = -1
     Z[i + L.I_LIMIT_NS] = -1
     count_role(Z, inst, -1)
@@ -1166,10 +1219,10 @@ def conversion_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: i
     """Drain limit, end of the switch, or end of the warm-up of an instance, whichever is due."""
     now = Z[L.NOW]
     inst = Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST] + leaf
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     if Z[i + L.I_WARM_UNTIL_NS] == now:
         Z[i + L.I_WARM_UNTIL_NS] = -1
-        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = 1.0
+        F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED] = 1.0
         set_prefill_state(Z, F, inst)
         mark_dirty(Z, inst)
     if Z[i + L.I_LIMIT_NS] == now and Z[i + L.I_PHASE] == DRAINING:
@@ -1181,7 +1234,7 @@ def conversion_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: i
 
 def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
     """An instance joins its new role, warming up if the scenario says so."""
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     site = Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD
     Z[i + L.I_SWITCH_END_NS] = -1
@@ -1191,7 +1244,7 @@ def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
     Z[site + L.D_CONVERTING] -= 1
     count_role(Z, inst, 1)
     if Z[L.WARMUP_NS] > 0:
-        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_SPEED] = F[L.WARMUP_SPEED]
+        F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED] = F[L.WARMUP_SPEED]
         Z[i + L.I_WARM_UNTIL_NS] = Z[L.NOW] + Z[L.WARMUP_NS]
         push_conversion(Z, inst, Z[i + L.I_WARM_UNTIL_NS])
     if Z[i + L.I_ROLE] == PREFILL_ROLE:
@@ -1205,7 +1258,7 @@ def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
 def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
     """Drain limit reached: what still decodes here is prefilled again, prompt and produced tokens."""
     now = Z[L.NOW]
-    i = Z[L.O_INST] + inst * L.W_INST
+    i = L.AT_INST + inst * L.W_INST
     q = Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL
     pd = Z[q + L.Q_PD]
     site = Z[L.O_PD] + pd * L.W_PD
@@ -1213,7 +1266,7 @@ def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
     u = virtual_now(
         Z[i + L.I_ANCHOR_U],
         Z[i + L.I_ANCHOR_NS],
-        F[Z[L.OF_INST] + inst * L.WF_INST + L.IF_RATIO],
+        F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_RATIO],
         now,
     )
     last = -1
@@ -1299,16 +1352,11 @@ def handle(Z: IntArray, F: FloatArray, P: IntArray, key: int) -> None:
 
 def lacks_room(Z: IntArray) -> int:
     """Whether one more instant could overflow the heap or a link's flows; `RAN` if not."""
-    flows = 0
     for k in range(Z[L.N_LINK]):
-        n = Z[Z[L.O_LINK] + k * L.W_LINK + L.K_FLOWS]
-        q = Z[L.O_POOL] + Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL] * L.W_POOL
-        if n + Z[q + L.Q_N] + 1 > Z[L.FLOW_CAP]:
+        link = Z[L.O_LINK] + k * L.W_LINK
+        if Z[link + L.K_FLOWS] + Z[link + L.K_INSTANCES] >= Z[L.FLOW_CAP]:
             return GROW_FLOWS
-        flows += n
-    if Z[L.HEAP_N] + 4 * Z[L.N_INST] + 2 * Z[L.N_LINK] + flows + 16 > Z[L.HEAP_CAP]:
-        return GROW_HEAP
-    return RAN
+    return GROW_HEAP if Z[L.HEAP_N] > Z[L.HEAP_ROOM] else RAN
 
 
 def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) -> int:
@@ -1384,7 +1432,7 @@ def read_pool(Z: IntArray, P: IntArray, pool: int, out: FloatArray, at: int) -> 
     n = Z[q + L.Q_LEN]
     residual_ns = 0
     for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         if Z[i + L.I_RUNNING] >= 0:
             residual_ns += Z[i + L.I_END_NS] - now
     out[at] = n
@@ -1413,7 +1461,7 @@ def read_site(Z: IntArray, F: FloatArray, P: IntArray, pd: int, out: FloatArray,
     busy = 0
     kv = 0
     for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
-        i = Z[L.O_INST] + inst * L.W_INST
+        i = L.AT_INST + inst * L.W_INST
         n = Z[i + L.I_SEQUENCES]
         busy += 1 if n > 0 else 0
         if Z[i + L.I_ROLE] == DECODE_ROLE and Z[i + L.I_PHASE] == ACTIVE:

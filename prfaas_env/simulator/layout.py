@@ -33,6 +33,7 @@ from prfaas_env.telemetry import (
     UNRESOLVED,
     HEAP_N,
     HEAP_CAP,
+    HEAP_ROOM,
     N_INST,
     N_POOL,
     N_PD,
@@ -91,7 +92,7 @@ from prfaas_env.telemetry import (
     OF_WIRE,
     OF_SUMS,
     N_SCALARS,
-) = range(64)
+) = range(65)
 
 # ------------------------------------------------------------------ scalars of F
 TTFT_SLO_S, TPOT_SLO_S, WARMUP_SPEED, PEAK_FROM_S, N_REALS = range(5)
@@ -112,13 +113,14 @@ TTFT_SLO_S, TPOT_SLO_S, WARMUP_SPEED, PEAK_FROM_S, N_REALS = range(5)
     I_MILE_N,
     I_NEXT_NS,
     I_SCHED_NS,
+    I_SCHED_AFTER_NS,
     I_POOL,
     I_CONVERT_TO,
     I_LIMIT_NS,
     I_SWITCH_END_NS,
     I_WARM_UNTIL_NS,
     W_INST,
-) = range(20)
+) = range(21)
 IF_SPEED, IF_RATIO, WF_INST = range(3)
 
 (
@@ -174,8 +176,9 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     D_RECENT_N,
     D_RECENT_AT,
     D_WINDOW_AT,
+    D_FLAT,
     W_PD,
-) = range(28)
+) = range(29)
 (
     DF_VALUE,
     DF_A_S,
@@ -200,9 +203,14 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     K_CAP_AT,
     K_CAP_N,
     K_ACCOUNTED_NS,
-    K_UNITS,
+    K_INSTANCES,
+    K_PAST,
+    K_AT_CAPS,
+    K_HELD_UNITS,
+    K_CHANGED,
+    K_EARLY,
     W_LINK,
-) = range(13)
+) = range(18)
 (
     KF_CAPACITY,
     KF_TOTAL_RATE,
@@ -216,7 +224,7 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
 WF_LINK = KF_STATE + N_LINK_STATE
 
 # Flows of a link: one array of FLOW_CAP numbers per field, so that a pass over one field reads little memory.
-FL_REQUEST, FL_SINCE, FL_UNTIL, FL_END, FL_ORDER, FL_CHANGED, W_FLOW = range(7)
+FL_REQUEST, FL_SINCE, FL_UNTIL, FL_END, FL_CHANGED, W_FLOW = range(6)
 FLF_BITS, FLF_REMAINING, FLF_RATE, FLF_CAP, FLF_PRODUCE, WF_FLOW = range(6)
 
 M_TARGET, M_WHAT, W_MILE = range(3)
@@ -254,6 +262,8 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     W_P,
 ) = range(29)
 
+#: The instances always come first, so that their place is a constant.
+AT_INST, AT_REAL_INST = N_SCALARS, N_REALS
 #: Blocks that lie in F.
 REAL_BLOCKS = (OF_INST, OF_PD, OF_LINK, OF_FLOW, OF_CAPACITY, OF_DOOR, OF_WIRE, OF_SUMS)
 #: Position of the peak inside a link's meter state.
@@ -395,6 +405,8 @@ class Layout:
         ratio = round(s.control.conversion_interval_s / s.control.control_interval_s)
         for name, value in (
             (HEAP_CAP, self.sizes.heap),
+            # what one instant may add at most
+            (HEAP_ROOM, self.sizes.heap - 4 * self.n_inst - self.n_link * (2 + self.sizes.flows) - 16),
             (N_INST, self.n_inst),
             (N_POOL, self.n_prfaas + self.n_pd),
             (N_PD, self.n_pd),
@@ -464,7 +476,7 @@ class Layout:
                 ints[inst + I_CONVERT_TO] = -1
                 for name in (I_LIMIT_NS, I_SWITCH_END_NS, I_WARM_UNTIL_NS):
                     ints[inst + name] = -1
-                for name in (I_NEXT_NS, I_SCHED_NS):
+                for name in (I_NEXT_NS, I_SCHED_NS, I_SCHED_AFTER_NS):
                     ints[inst + name] = NEVER_NS
                 real = self.offsets[OF_INST] + (first + i) * WF_INST
                 reals[real + IF_SPEED] = reals[real + IF_RATIO] = 1.0
@@ -497,6 +509,7 @@ class Layout:
                 (D_TOKEN_U, ns_from_s(d.a_s)),
                 (D_N_LINKS, len(links)),
                 (D_TREE, self.trees[self.n_prfaas + i][2]),
+                (D_FLAT, d.b_s_per_sequence == 0.0 and d.c_s_per_token == 0.0),
             ):
                 ints[base + name] = value
             at = self.offsets[O_LINKS_OF_PD] + i * max(self.n_link, 1)
@@ -525,6 +538,7 @@ class Layout:
             base = self.offsets[O_LINK] + k * W_LINK
             ints[base + K_POOL] = prfaas[link.prfaas]
             ints[base + K_PD] = pd[link.pd]
+            ints[base + K_INSTANCES] = self.pool_sizes[prfaas[link.prfaas]]
             ints[base + K_NEXT_END] = ints[base + K_SCHED_NS] = NEVER_NS
             real = self.offsets[OF_LINK] + k * WF_LINK
             reals[real + KF_NOMINAL] = link.capacity_bps

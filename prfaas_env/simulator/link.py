@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ from prfaas_env.simulator.formulas import (
     bit_units,
     flow_end_ns,
     left_bits,
-    max_min_rates,
     rate_units,
     sent_bits,
+    water_level_bps,
 )
 from prfaas_env.telemetry import LinkMeter
 
@@ -103,14 +104,12 @@ class LinkState:
     def settle(self, now_ns: int) -> None:
         """Account the time up to now and share the capacity anew."""
         self.meter.advance(now_ns, self.total_rate_bps, self.congested)
-        caps = [f.cap_bps for f in self.flows]
-        rates = [0.0] * len(caps)
-        order = sorted(range(len(caps)), key=lambda i: (caps[i], self.flows[i].request))
-        self.congested = max_min_rates(self.capacity_bps, caps, order, rates)
-        for flow, rate_bps in zip(self.flows, rates, strict=True):
-            flow.set_rate(now_ns, rate_bps)
+        level_bps = water_level_bps(self.capacity_bps, [f.cap_bps for f in self.flows])
+        for flow in self.flows:
+            flow.set_rate(now_ns, min(flow.cap_bps, level_bps))
+        self.congested = level_bps < math.inf
         self.next_end_ns = min((f.end_ns for f in self.flows), default=NEVER_NS)
-        self.total_rate_bps = sum(map(rate_units, rates)) * RATE_UNIT_BPS
+        self.total_rate_bps = sum(rate_units(f.rate_bps) for f in self.flows) * RATE_UNIT_BPS
         self.dirty = False
 
     def unsent_bits(self, now_ns: int) -> float:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_env.simulator.formulas import NEVER_NS, RATE_UNIT_BPS, max_min_rates
+from prfaas_env.simulator.formulas import NEVER_NS, RATE_UNIT_BPS, water_level_bps
 from prfaas_env.simulator.link import Flow, LinkState
 from prfaas_env.telemetry import LinkMeter
 
@@ -294,10 +294,9 @@ def test_backlog_counts_queued_running_and_open_requests(tiny):
     ],
 )
 def test_max_min_rates_by_hand(capacity, caps, rates, limited):
-    order = sorted(range(len(caps)), key=caps.__getitem__)
-    got = [0.0] * len(caps)
-    assert max_min_rates(capacity, caps, order, got) is limited
-    assert got == rates
+    level = water_level_bps(capacity, caps)
+    assert (level < math.inf) is limited
+    assert [min(cap, level) for cap in caps] == rates
 
 
 # ------------------------------------------------------------------------ an independent fluid simulator
