@@ -215,19 +215,40 @@ class CompiledEngine:
 
     # ------------------------------------------------------------------ snapshots
 
-    def snapshot(self) -> CompiledSnapshot:
-        """Copy the whole state."""
-        return CompiledSnapshot(
-            self.world, self._layout.sizes, self._ints.copy(), self._reals.copy(), self._requests.copy()
-        )
+    def snapshot(self, into: CompiledSnapshot | None = None) -> CompiledSnapshot:
+        """Copy the whole state.
+
+        Args:
+            into: an earlier snapshot that is no longer needed; its memory is used again where it fits, which
+                spares planners that branch at every decision most of the cost.
+        """
+        if into is None or into.world is not self.world or into.sizes != self._layout.sizes:
+            return CompiledSnapshot(
+                self.world, self._layout.sizes, self._ints.copy(), self._reals.copy(), self._requests.copy()
+            )
+        _copy_state((self._ints, self._reals, self._requests), (into.ints, into.reals, into.requests))
+        return into
 
     def restore(self, snapshot: CompiledSnapshot) -> None:
-        """Return to a snapshot."""
+        """Return to a snapshot; the snapshot stays as it is."""
+        if snapshot.world is self.world and snapshot.sizes == self._layout.sizes:
+            _copy_state(
+                (snapshot.ints, snapshot.reals, snapshot.requests), (self._ints, self._reals, self._requests)
+            )
+            return
         self.world = snapshot.world
         self._use(Layout(snapshot.world.scenario, snapshot.sizes))
-        self._ints = snapshot.ints.copy()
-        self._reals = snapshot.reals.copy()
+        self._ints, self._reals = snapshot.ints.copy(), snapshot.reals.copy()
         self._requests = snapshot.requests.copy()
+
+
+def _copy_state(
+    source: tuple[IntArray, FloatArray, IntArray], target: tuple[IntArray, FloatArray, IntArray]
+) -> None:
+    """Overwrite one state of a world with another. Requests that have arrived in neither are the same in both."""
+    touched = max(int(source[0][L.NEXT_ARRIVAL]), int(target[0][L.NEXT_ARRIVAL]))
+    target[0][:], target[1][:] = source[0], source[1]
+    target[2][:touched] = source[2][:touched]
 
 
 def recent_lengths(ints: IntArray, pd: int) -> IntArray:

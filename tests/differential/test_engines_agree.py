@@ -9,8 +9,9 @@ import pytest
 
 from prfaas_env.simulator import kernel
 from prfaas_env.simulator.engine import make_engine
+from prfaas_env.simulator.formulas import ns_from_s
 
-from .cases import Case, compare_records, disagreement, shrink, world_of
+from .cases import Case, compare_records, decisions_of, disagreement, shrink, world_of
 
 N_CASES = 2_000
 BATCH = 50
@@ -50,10 +51,6 @@ def test_cases_reach_every_mechanism() -> None:
 
 
 def _played(case: Case):  # type: ignore[no-untyped-def]
-    from prfaas_env.simulator.formulas import ns_from_s
-
-    from .cases import decisions_of
-
     world = world_of(case)
     engine = make_engine("compiled", world)
     for tick, decision in enumerate(decisions_of(case)):
@@ -105,10 +102,6 @@ def test_arrays_that_grow_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_snapshot_and_restore_are_exact() -> None:
     """A restored engine goes on exactly as the one it was taken from."""
-    from prfaas_env.simulator.formulas import ns_from_s
-
-    from .cases import decisions_of
-
     for seed in range(30):
         case = Case(seed)
         world = world_of(case)
@@ -124,6 +117,31 @@ def test_snapshot_and_restore_are_exact() -> None:
         assert compare_records(first.records, second.records) is None
         assert first.totals() == second.totals()
         assert np.array_equal(first.telemetry().values, second.telemetry().values)
+
+
+def test_a_planner_that_reuses_one_snapshot_disturbs_nothing() -> None:
+    """Branches tried from a snapshot taken into the same memory each time leave the run as it would have been."""
+    for seed in range(20):
+        case = Case(seed)
+        world = world_of(case)
+        control_ns = ns_from_s(world.scenario.control.control_interval_s)
+        alone, planning, branch = (make_engine("compiled", world) for _ in range(3))
+        decisions = decisions_of(case)
+        buffer = planning.snapshot()
+        for tick, decision in enumerate(decisions):
+            buffer = planning.snapshot(buffer)
+            for other in (decisions[0], decisions[-1]):
+                branch.restore(buffer)
+                branch.apply(other)
+                branch.run_until((tick + 5) * control_ns)
+            planning.run_until((tick + 2) * control_ns)
+            planning.restore(buffer)
+            for engine in (alone, planning):
+                engine.apply(decision)
+                engine.run_until((tick + 1) * control_ns)
+        assert compare_records(alone.records, planning.records) is None
+        assert alone.totals() == planning.totals()
+        assert np.array_equal(alone.telemetry().values, planning.telemetry().values)
 
 
 def test_interpreted_kernel_is_the_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prfaas_agents.vec_env import make_batched_vec_env
 from prfaas_trainings import benchmarks
 
 
@@ -19,13 +20,13 @@ def test_share_of_the_simulator() -> None:
 
 
 def test_the_steps_of_the_envs_are_timed_and_nothing_else() -> None:
-    envs, codec = benchmarks._vec_env(2)
+    envs = make_batched_vec_env(["drift"], 2)
     timed = benchmarks.TimedSteps(envs)
     timed.reset()
     assert timed.steps_s == 0.0
     start_s = time.perf_counter()
     for _ in range(3):
-        observation: Any = timed.step(np.stack([codec.neutral()] * 2))[0]
+        observation: Any = timed.step(np.stack([envs.batches[0].codec.neutral()] * 2))[0]
     assert 0 < timed.steps_s <= time.perf_counter() - start_s
     assert observation.shape == (2, *envs.observation_space.shape)  # type: ignore[misc]
     timed.close()

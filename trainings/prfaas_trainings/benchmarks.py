@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import gymnasium as gym
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
 from prfaas_agents.ppo import make_ppo
 from prfaas_agents.settings import PpoSettings
-from prfaas_env import ENV_ID
+from prfaas_agents.vec_env import make_batched_vec_env
 from prfaas_env.bench import SEED, Figure, Figures
-from prfaas_env.decision import ActionCodec
 
 
 class TimedSteps(VecEnvWrapper):
@@ -40,13 +38,6 @@ class TimedSteps(VecEnvWrapper):
         return result
 
 
-def _vec_env(n_envs: int) -> tuple[VecEnv, ActionCodec]:
-    """Envs of the drift scenario for Stable-Baselines3, and their codec."""
-    made = [gym.make(ENV_ID, scenario="drift", routing="margin") for _ in range(n_envs)]
-    codec: ActionCodec = made[0].unwrapped.codec  # type: ignore[attr-defined]
-    return DummyVecEnv([lambda env=env: env for env in made]), codec
-
-
 def ppo_figures(n_envs: int, n_steps: int, repeats: int) -> Figures:
     """Share of the simulator in a PPO run: time inside the steps of the envs over the time of learning.
 
@@ -55,10 +46,10 @@ def ppo_figures(n_envs: int, n_steps: int, repeats: int) -> Figures:
         n_steps: decisions per env between two updates; the rest as in `PpoSettings`.
         repeats: rollouts with their update that are timed, after one that is not.
     """
-    envs, codec = _vec_env(n_envs)
+    envs = make_batched_vec_env(["drift"], n_envs, routing="margin", full_infos=False)
     timed = TimedSteps(envs)
     settings = PpoSettings(n_steps=n_steps, batch_size=min(PpoSettings().batch_size, n_envs * n_steps))
-    model = make_ppo(timed, codec, settings, SEED)
+    model = make_ppo(timed, envs.batches[0].codec, settings, SEED)
     model.learn(n_envs * n_steps)
     shares, rates = [], []
     for _ in range(repeats):
