@@ -119,7 +119,7 @@ class Batch:
     ) -> None:
         """`kernel.step_many` on all envs, in two threads where they help; arrays grow as needed."""
         room = self.layout.n_pd + 1
-        if (self.ints[:, L.HEAP_N] + room > self.ints[:, L.HEAP_CAP]).any() and task.any():
+        if self.ints[:, L.HEAP_N].max() + room > self.layout.sizes.heap and task.any():
             self._grow(kernel.GROW_HEAP)
         task = task.copy()
         while True:
@@ -135,9 +135,9 @@ class Batch:
                 other = self._pool.submit(self._functions["step_many"], *calls[1])
                 self._functions["step_many"](*calls[0])
                 other.result()
-            short = self._status != kernel.RAN
-            if not short.any():
+            if not self._status.any():
                 return
+            short = self._status != kernel.RAN
             for status in np.unique(self._status[short]).tolist():
                 self._grow(status)
             task = np.where(short, kernel.RUN_ON, kernel.SKIP)
@@ -265,6 +265,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self._tick = np.zeros(num_envs, dtype=np.int64)
         self._clips = np.zeros(num_envs, dtype=np.int64)
         self._starts: list[Totals | None] = [None] * num_envs
+        self._warming = np.ones(num_envs, dtype=np.bool_)
         self._ended = np.ones(num_envs, dtype=np.bool_)
         self._values = np.array(self.codec.grid)
         self._totals = self._batch.totals()
@@ -312,9 +313,9 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         live = ~renew
         before = self._totals
         until_ns = np.minimum((self._tick + 1) * self._control_ns, self._horizon_ns)
-        self._tick[live] += 1
+        self._tick += live
         self._advance(live, until_ns, value, move)
-        self._clips[live] += self._batch.clipped[live]
+        self._clips += self._batch.clipped * live
         self._totals = self._batch.totals()
         reward, terms = self._reward(live, before, until_ns)
         truncated = live & (until_ns >= self._horizon_ns)
@@ -342,7 +343,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         n_grid = len(self.codec.grid)
         n_pd = self.schema.n_pd
         out = np.ones((self.num_envs, n_pd, n_grid + 3), dtype=np.bool_)
-        out[:, :, n_grid:] = self._batch.legal.reshape(self.num_envs, n_pd, 3) != 0
+        np.not_equal(self._batch.legal.reshape(self.num_envs, n_pd, 3), 0, out=out[:, :, n_grid:])
         return out.reshape(self.num_envs, -1)
 
     def seed_draws(self, seeds: Sequence[int | None]) -> None:
@@ -409,8 +410,9 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self._tick[envs] = 0
         self._clips[envs] = self._batch.clipped[envs]
         self._ended[envs] = False
+        self._warming[envs] = self._warmup_ns > 0
         for e in envs.tolist():
-            self._starts[e] = self._batch.totals_of(e) if self._warmup_ns == 0 else None
+            self._starts[e] = None if self._warming[e] else self._batch.totals_of(e)
 
     def _decode(self, actions: NDArray[Any]) -> tuple[FloatArray, IntArray]:
         """(routing values, moves), each of shape (num_envs, n_pd)."""
@@ -421,8 +423,8 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         first, second = array[:, 0::2], array[:, 1::2]
         if self.codec.form == "discrete":
             n_grid = len(self.codec.grid)
-            whole = np.issubdtype(array.dtype, np.integer) or bool((array == np.floor(array)).all())
-            if not whole or (array < 0).any() or (first >= n_grid).any() or (second > 2).any():
+            whole = array.dtype.kind in "iu" or bool((array == np.floor(array)).all())
+            if not whole or array.min() < 0 or first.max() >= n_grid or second.max() > 2:
                 raise ValueError(f"actions must be whole numbers in 0..{n_grid - 1} and 0..2")
             return self._values[first.astype(np.int64)], second.astype(np.int64)
         decisions = [self.codec.decode(row) for row in array]
@@ -437,12 +439,13 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         """Run the live envs to `until_ns`, with a stop at the end of the warm-up for its totals."""
         by_margin = self.codec.routing == "margin"
         task = np.where(live, kernel.DECIDE, kernel.SKIP)
-        crossing = np.array([start is None for start in self._starts]) & live & (until_ns >= self._warmup_ns)
+        crossing = self._warming & live & (until_ns >= self._warmup_ns)
         if crossing.any():
             first_ns = np.where(crossing, self._warmup_ns, until_ns)
             self._batch.step(task, first_ns, by_margin, value, move)
             for e in np.flatnonzero(crossing).tolist():
                 self._starts[e] = self._batch.totals_of(e)
+            self._warming &= ~crossing
             task = np.where(crossing, kernel.RUN_ON, kernel.SKIP)
         self._batch.step(task, until_ns, by_margin, value, move)
 
@@ -454,7 +457,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             terms: dict[str, Any] = dict(self._terms(self.scenario.reward, before, self._totals))
             if self._reference is not None:
                 terms["reference"] = self._step_reference(live, until_ns)
-        arrays = {name: np.where(live, term, 0.0) for name, term in terms.items()}
+        arrays = terms if live.all() else {name: np.where(live, term, 0.0) for name, term in terms.items()}
         columns = list(arrays.values())
         if len(columns) == 1:
             return columns[0].copy(), arrays
