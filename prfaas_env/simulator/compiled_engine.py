@@ -26,6 +26,10 @@ _LOCK = threading.Lock()
 #: Rare on the way of a request, so they stay calls: smaller code, quicker to compile.
 _OUT_OF_LINE = frozenset(
     {
+        "roll_windows",
+        "settle_all",
+        "open_flow",
+        "production_ends",
         "evict",
         "order_conversion",
         "conversion_event",
