@@ -39,6 +39,7 @@ _STAMPS = (
     "decode_join_ns",
     "first_token_ns",
     "finish_ns",
+    "abort_ns",
 )
 
 
@@ -56,6 +57,7 @@ class RequestRecords:
     decode_join_ns: IntArray
     first_token_ns: IntArray
     finish_ns: IntArray
+    abort_ns: IntArray
     incremental_tokens: IntArray
     service_ns: IntArray
     route: IntArray
