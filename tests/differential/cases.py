@@ -73,7 +73,9 @@ def _give_up_ns(rng: np.random.Generator, arrival_ns: np.ndarray) -> np.ndarray 
     kind = int(_pick(rng, [0, 0, 1, 2]))
     if kind == 0:
         return None
-    wait_s = rng.exponential(8.0, len(arrival_ns)) if kind == 1 else rng.integers(1, 20, len(arrival_ns)) / 2.0
+    wait_s = (
+        rng.exponential(8.0, len(arrival_ns)) if kind == 1 else rng.integers(1, 20, len(arrival_ns)) / 2.0
+    )
     return arrival_ns + np.maximum((wait_s * 1e9).astype(np.int64), 1)
 
 
