@@ -1469,7 +1469,7 @@ def forget_bits(Z: IntArray, F: FloatArray, P: IntArray, r: int, started: bool) 
     requests = flow_ints(Z, k, L.FL_REQUEST)
     for position in range(Z[link + L.K_FLOWS]):
         if Z[requests + position] == r:
-            left = flow_remaining(Z, F, k, position, Z[L.NOW])
+            left = bit_units(flow_remaining(Z, F, k, position, Z[L.NOW])) * BIT_UNIT
             completed = Z[L.OF_LINK] + k * L.WF_LINK + L.KF_COMPLETED
             F[completed] += F[flow_reals(Z, k, L.FLF_BITS) + position] - left
             P[r, L.P_SENT_BYTES] -= int(left) // BITS_PER_BYTE

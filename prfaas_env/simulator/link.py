@@ -99,7 +99,8 @@ class LinkState:
 
     def drop(self, flow: Flow, now_ns: int) -> float:
         """Take a flow out before its end; what has been sent counts as delivered. Gives the bits not sent."""
-        left = flow.remaining_at(now_ns)
+        # in the units that readings add up, so that what was delivered never falls
+        left = bit_units(flow.remaining_at(now_ns)) * BIT_UNIT
         self.completed_bits += flow.bits - left
         self.flows.remove(flow)
         self._note_idle(now_ns)
