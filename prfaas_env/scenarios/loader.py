@@ -117,13 +117,17 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
 
 
 def _resolve_trace_path(raw: dict[str, Any], folder: Path | None) -> None:
-    """A trace path is relative to the file that names it; made absolute, so that a shown scenario can be moved."""
+    """The path of a trace or rate profile is relative to the file that names it; made absolute, so that a shown
+    scenario can be moved."""
     workload = raw.get("workload")
     if folder is None or not isinstance(workload, dict):
         return
-    file = workload.get("file")
-    if isinstance(file, str) and not file.startswith("bundled:") and not Path(file).is_absolute():
-        workload["file"] = str((folder / file).resolve())
+    for section in (workload, workload.get("arrivals")):
+        if not isinstance(section, dict):
+            continue
+        file = section.get("file")
+        if isinstance(file, str) and not file.startswith("bundled:") and not Path(file).is_absolute():
+            section["file"] = str((folder / file).resolve())
 
 
 def _override(raw: dict[str, Any], assignment: str) -> None:
