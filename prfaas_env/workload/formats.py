@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -68,7 +69,7 @@ def read_rows(path: Path, trace_format: TraceFormat, time_unit_s: float | None) 
     first = next(text_lines(path), None)
     if first is None:
         raise PrfaasError(f"{path}: the file is empty; a {trace_format} trace has one request per line")
-    if _is_rate_profile(first[1]):
+    if _begins_profile(first[1]):
         raise PrfaasError(
             f"{path}:{first[0]}: a profile of rates, not requests; use it as arrivals of kind profile"
         )
@@ -102,7 +103,12 @@ def _looks_like(line: str) -> TraceFormat | None:
     return None
 
 
-def _is_rate_profile(line: str) -> bool:
+def is_rate_profile(path: Path) -> bool:
+    """Whether the first line of a file is the header of a rate profile."""
+    return any(_begins_profile(line) for _, line in islice(text_lines(path), 1))
+
+
+def _begins_profile(line: str) -> bool:
     return "window_start_s" in {name.strip().lower() for name in line.split(",")}
 
 

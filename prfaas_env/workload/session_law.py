@@ -73,11 +73,11 @@ def _session_law(
     weights = np.zeros(cells)
     outputs: list[tuple[float, Part]] = []
     for output_share, output_part in length_law(output).parts:
-        added = _transform(_masses(output_part, cells, width), cells)
+        answer = _masses(output_part, cells, width)
         of_output = 0.0
         for new_share, new_part in length_law(new).parts:
-            growth = added * _transform(_masses(new_part, cells, width), cells)
-            found = _prompt_masses(start, growth, survival, cells)
+            growth = _convolved(answer, _transform(_masses(new_part, cells, width), cells), cells)
+            found = _prompt_masses(start, _transform(growth, cells), survival, cells)
             weights += output_share * new_share * found
             of_output += new_share * float(found.sum())
         outputs.append((output_share * of_output, output_part))
@@ -151,11 +151,11 @@ def _on_grid(by_token: FloatArray, cells: int, width: int) -> FloatArray:
 
 
 def _transform(masses: FloatArray, cells: int) -> FloatArray:
-    # Long enough that growth by two laws at once wraps round into no cell that is kept.
-    return np.asarray(rfft(masses, next_fast_len(3 * cells, real=True)))
+    # Twice as long, so that nothing wraps round.
+    return np.asarray(rfft(masses, next_fast_len(2 * cells, real=True)))
 
 
 def _convolved(masses: FloatArray, kernel: FloatArray, cells: int) -> FloatArray:
-    size = next_fast_len(3 * cells, real=True)
+    size = next_fast_len(2 * cells, real=True)
     both = irfft(rfft(masses, size) * kernel, size)[:cells]
     return np.maximum(np.asarray(both, dtype=np.float64), 0.0)

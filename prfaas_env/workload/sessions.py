@@ -212,13 +212,9 @@ def _think_s(law: ThinkTime, u: FloatArray) -> FloatArray:
 
 
 def _table(workload: SessionWorkload, drawn: _Drawn, order: IntArray) -> RequestTable:
-    notes = [
-        f"prefix blocks of {workload.block_tokens} tokens, from sessions and their system prompts",
-        "turns arrive a stated allowance and a think time after the one before, whatever a policy does",
-        "sessions that began before time 0 are left out"
-        if workload.warm_start_s == 0
-        else f"sessions begin from {workload.warm_start_s:g} s before time 0 on (warm_start_s), with their turns after 0",
-    ]
+    begin = "sessions that began before time 0 are left out"
+    if workload.warm_start_s:
+        begin = f"sessions that began up to {workload.warm_start_s:g} s before time 0 go on after it (warm_start_s)"
     offsets, ids = _block_ids(workload, drawn, order)
     return RequestTable(
         arrival_ns=drawn.arrival_ns[order],
@@ -228,7 +224,11 @@ def _table(workload: SessionWorkload, drawn: _Drawn, order: IntArray) -> Request
         block_offsets=offsets,
         block_ids=ids,
         block_tokens=workload.block_tokens,
-        notes=tuple(notes),
+        notes=(
+            f"prefix blocks of {workload.block_tokens} tokens, from sessions and their system prompts",
+            "turns arrive a stated allowance and a think time after the one before, whatever a policy does",
+            begin,
+        ),
     )
 
 
