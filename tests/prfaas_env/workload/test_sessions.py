@@ -13,7 +13,7 @@ from prfaas_env.workload.generate import generate_requests
 from prfaas_env.workload.inspect import infinite_cache_hits
 from prfaas_env.workload.means import input_law, mean_rate_rps, output_law, with_mean_rate
 from prfaas_env.workload.models import SessionWorkload, Workload
-from prfaas_env.workload.session_law import session_law
+from prfaas_env.workload.session_law import _on_grid, session_law
 
 S = 1_000_000_000
 
@@ -547,3 +547,14 @@ def test_reusable_share_of_the_shipped_sessions(name, low, high):
         _, cached = infinite_cache_hits(table)
         assert low < cached.sum() / table.input_tokens.sum() < high
         assert len(table) / 3_600 == pytest.approx(mean_rate_rps(workload), rel=0.15)
+
+
+def test_a_coarse_grid_keeps_masses_and_means():
+    by_token = np.zeros(40)
+    by_token[[0, 3, 5, 8, 21, 22]] = [0.1, 0.2, 0.1, 0.3, 0.2, 0.1]
+    for width in (1, 2, 4, 8):
+        masses = _on_grid(by_token, 40 // width, width)
+        assert masses.sum() == pytest.approx(1.0)
+        assert masses @ np.arange(40 // width) * width == pytest.approx(by_token @ np.arange(40))
+    # 21 tokens in cells of 4: three quarters at 20, one quarter at 24.
+    assert _on_grid(np.eye(40)[21], 10, 4)[[5, 6]].tolist() == [0.75, 0.25]
