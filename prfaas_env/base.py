@@ -101,6 +101,7 @@ STREAMS = {
     "faults": 5,
     "background": 6,
     "policy": 7,
+    "sessions": 8,
 }
 
 

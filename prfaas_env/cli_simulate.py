@@ -21,7 +21,7 @@ from prfaas_env.simulator.records import RequestRecords, Route, Status
 from prfaas_env.simulator.run import simulate
 from prfaas_env.simulator.world import World
 from prfaas_env.theory import plan
-from prfaas_env.workload.formats import TRACE_FORMATS, sniff_format
+from prfaas_env.workload.formats import TRACE_FORMATS, is_rate_profile, sniff_format
 from prfaas_env.workload.means import mean_rate_rps
 from prfaas_env.workload.models import TraceWorkload
 from prfaas_env.workload.traces import resolve_trace_file
@@ -82,7 +82,17 @@ def requests_csv(world: World, records: RequestRecords) -> str:
 def _with_trace(scenario: Scenario, trace: str, trace_format: str | None) -> tuple[Scenario, str | None]:
     note = None
     if trace_format is None:
-        trace_format = sniff_format(resolve_trace_file(trace, None))
+        path = resolve_trace_file(trace, None)
+        if is_rate_profile(path):
+            raise PrfaasError(
+                f"--trace {trace}: a profile of rates, not requests; use arrivals of kind profile"
+            )
+        trace_format = sniff_format(path)
+        if trace_format is None:
+            raise PrfaasError(
+                f"--trace {trace}: cannot tell the format from the first line; state --trace-format, one of "
+                f"{', '.join(TRACE_FORMATS)}"
+            )
         note = f"trace format {trace_format} (told from the first line)"
     elif trace_format not in TRACE_FORMATS:
         raise PrfaasError(f"--trace-format is {trace_format!r}; allowed: {', '.join(TRACE_FORMATS)}")

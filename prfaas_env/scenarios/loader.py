@@ -104,8 +104,10 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
         raise PrfaasError(
             f"{by}unknown scenario {spec!r}; shipped: {', '.join(scenario_names())}; or give a path to a .yaml file"
         )
-    for field in ("workload", "link_capacity"):
-        _resolve_file(raw.get(field), folder)
+    workload = raw.get("workload")
+    arrivals = workload.get("arrivals") if isinstance(workload, dict) else None
+    for part in (workload, arrivals, raw.get("link_capacity")):
+        _resolve_file(part, folder)
     parent = raw.pop("extends", None)
     if parent is not None:
         if not isinstance(parent, str):

@@ -14,15 +14,8 @@ from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
 from prfaas_env.scenarios.faults import Faults
 from prfaas_env.simulator.formulas import MAX_RATE_BPS, connection_rate_bps
-from prfaas_env.workload.means import mean_rate_rps
-from prfaas_env.workload.models import (
-    GammaArrivals,
-    RegimeArrivals,
-    RegimeChain,
-    SyntheticWorkload,
-    TraceWorkload,
-    Workload,
-)
+from prfaas_env.workload.means import with_mean_rate
+from prfaas_env.workload.models import ProfileArrivals, RegimeChain, TraceWorkload, Workload
 from prfaas_env.workload.traces import trace_digest
 
 #: Most instances of one cluster and most clusters or links of one kind (event keys hold no more).
@@ -384,14 +377,17 @@ class Scenario(Frozen):
 
     @property
     def hash(self) -> str:
-        """Hash of the resolved content, 12 hex digits: without name and description, a trace by its own content.
+        """Hash of the resolved content, 12 hex digits: without name and description, a trace or rate profile by its
+        own content.
 
         Raises:
-            PrfaasError: the trace file cannot be read.
+            PrfaasError: the file cannot be read.
         """
         content = self.model_dump(mode="json", exclude={"name", "description"})
         if isinstance(self.workload, TraceWorkload):
             content["workload"]["file"] = trace_digest(self.workload.file)
+        elif isinstance(self.workload.arrivals, ProfileArrivals):
+            content["workload"]["arrivals"]["file"] = trace_digest(self.workload.arrivals.file)
         if isinstance(self.link_capacity, TraceCapacity):
             content["link_capacity"]["file"] = trace_digest(self.link_capacity.file)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -403,7 +399,8 @@ class Scenario(Frozen):
     def with_rate(self, rate_rps: float) -> Scenario:
         """A copy with this mean arrival rate: set for Poisson, gamma and even spacing, scaled for regimes.
 
-        A trace is replayed faster or slower (`speed`) to have this rate.
+        A trace is replayed faster or slower (`speed`) to have this rate, sessions begin more or less often, and
+        a rate profile is scaled.
 
         Raises:
             PrfaasError: a rate that is not above 0, or a workload without arrivals, which cannot be scaled.
@@ -412,27 +409,7 @@ class Scenario(Frozen):
             raise PrfaasError(
                 f"the arrival rate must be above 0 and at most {MAX_RATE_RPS:.0e} req/s, found {rate_rps}"
             )
-        workload = self.workload
-        if isinstance(workload, TraceWorkload):
-            factor = rate_rps / mean_rate_rps(workload)
-            return self.replace(workload=workload.model_copy(update={"speed": workload.speed * factor}))
-        arrivals = workload.arrivals
-        if isinstance(arrivals, RegimeArrivals):
-            if arrivals.rate_rps.mean == 0:
-                raise PrfaasError(
-                    f"scenario {self.name}: the regimes have no arrivals, so no rate scales them"
-                )
-            factor = rate_rps / arrivals.rate_rps.mean
-            chain = arrivals.rate_rps.model_copy(
-                update={"values": tuple(v * factor for v in arrivals.rate_rps.values)}
-            )
-            new: Any = RegimeArrivals(rate_rps=chain)
-        elif isinstance(arrivals, GammaArrivals):
-            new = GammaArrivals(rate_rps=rate_rps, shape=arrivals.shape)
-        else:
-            new = type(arrivals)(rate_rps=rate_rps)
-        return self.replace(
-            workload=SyntheticWorkload(
-                arrivals=new, input_tokens=workload.input_tokens, output_tokens=workload.output_tokens
-            )
-        )
+        try:
+            return self.replace(workload=with_mean_rate(self.workload, rate_rps))
+        except PrfaasError as error:
+            raise PrfaasError(f"scenario {self.name}: {error}") from None

@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from prfaas_env.base import MAX_TOKENS, PrfaasError
-from prfaas_env.workload.models import TraceFormat
+from prfaas_env.workload.models import PREFIX_BLOCK_TOKENS, TraceFormat
 
 TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
 
 #: Seconds per unit of the stamp, where the format counts units; azure has wall-clock times.
-TIME_UNITS_S: dict[TraceFormat, float] = {"mooncake": 1e-3, "burstgpt": 1.0}
+TIME_UNITS_S: dict[TraceFormat, float] = {"mooncake": 1e-3, "burstgpt": 1.0, "bailian": 1.0, "vllm": 1.0}
 
 _T = TypeVar("_T")
 _MAX_STAMP_NS = 9_000_000_000_000_000_000
 _LFS_START = "version https://git-lfs"
+_FRACTION_STAMP = re.compile(r'"timestamp"\s*:\s*[0-9]+\.[0-9]')
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _WALL_CLOCK = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(?:\.([0-9]{1,9}))?"
@@ -47,7 +49,7 @@ class Rows:
 
 def sniff_format(path: Path) -> TraceFormat | None:
     """The format that the first line of a file looks like, or None."""
-    for _, line in _lines(path):
+    for _, line in text_lines(path):
         return _looks_like(line)
     return None
 
@@ -57,23 +59,29 @@ def read_rows(path: Path, trace_format: TraceFormat, time_unit_s: float | None) 
 
     Args:
         path: the file.
-        trace_format: `mooncake` (JSON lines), `azure` or `burstgpt` (CSV, columns found by header name).
+        trace_format: `mooncake`, `bailian` or `vllm` (JSON lines), `azure` or `burstgpt` (CSV, columns found by
+            header name).
         time_unit_s: seconds per unit of the stamp; None = the format's.
 
     Raises:
         PrfaasError: a file that cannot be read, is of another format, or has a bad line.
     """
-    first = next(_lines(path), None)
+    first = next(text_lines(path), None)
     if first is None:
         raise PrfaasError(f"{path}: the file is empty; a {trace_format} trace has one request per line")
+    if _begins_profile(first[1]):
+        raise PrfaasError(
+            f"{path}:{first[0]}: a profile of rates, not requests; use it as arrivals of kind profile"
+        )
     found = _looks_like(first[1])
-    if found is not None and found != trace_format:
+    # A vllm file has the keys of a mooncake file: their blocks are compared later.
+    if found is not None and found != trace_format and {found, trace_format} != {"mooncake", "vllm"}:
         raise PrfaasError(
             f"{path}:{first[0]}: the format is set to {trace_format}, but this line looks like {found}: "
             f"{_shown(first[1])}"
         )
-    if trace_format == "mooncake":
-        return _read_mooncake(path, time_unit_s)
+    if trace_format in PREFIX_BLOCK_TOKENS:
+        return _read_json_lines(path, trace_format, time_unit_s)
     if trace_format == "azure":
         return _read_csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), None, _wall_clock_ns)
     unit_ns = _unit_ns(TIME_UNITS_S[trace_format] if time_unit_s is None else time_unit_s)
@@ -84,7 +92,10 @@ def read_rows(path: Path, trace_format: TraceFormat, time_unit_s: float | None) 
 def _looks_like(line: str) -> TraceFormat | None:
     names = {name.strip().lower() for name in line.split(",")}
     if line.startswith("{"):
-        return "mooncake"
+        if '"chat_id"' in line:
+            return "bailian"
+        # Mooncake counts whole milliseconds.
+        return "vllm" if _FRACTION_STAMP.search(line) else "mooncake"
     if "contexttokens" in names:
         return "azure"
     if "request tokens" in names:
@@ -92,12 +103,21 @@ def _looks_like(line: str) -> TraceFormat | None:
     return None
 
 
+def is_rate_profile(path: Path) -> bool:
+    """Whether the first line of a file is the header of a rate profile."""
+    return any(_begins_profile(line) for _, line in islice(text_lines(path), 1))
+
+
+def _begins_profile(line: str) -> bool:
+    return "window_start_s" in {name.strip().lower() for name in line.split(",")}
+
+
 def _shown(value: object, limit: int = 60) -> str:
     text = value if isinstance(value, str) else repr(value)
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Line number and text of every line that is not blank."""
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -160,21 +180,25 @@ def _tokens(value: object) -> int:
     return value
 
 
-# --- Mooncake ----------------------------------------------------------------------------------------
+# --- JSON lines --------------------------------------------------------------------------------------
 
 
-def _read_mooncake(path: Path, time_unit_s: float | None) -> Rows:
-    unit_ns = _unit_ns(TIME_UNITS_S["mooncake"] if time_unit_s is None else time_unit_s)
+def _read_json_lines(path: Path, trace_format: TraceFormat, time_unit_s: float | None) -> Rows:
+    unit_ns = _unit_ns(TIME_UNITS_S[trace_format] if time_unit_s is None else time_unit_s)
+    whole = trace_format == "mooncake" and time_unit_s is None
     rows = Rows()
     blocks: list[list[int]] = []
+    chats = _Chats(path) if trace_format == "bailian" else None
     rows_without = 0
-    for number, line in _lines(path):
+    for number, line in text_lines(path):
         record = _json_object(path, number, line)
-        stamp = _checked(path, number, record, "timestamp", lambda v: _json_stamp_ns(v, unit_ns, time_unit_s))
+        stamp = _checked(path, number, record, "timestamp", lambda v: _json_stamp_ns(v, unit_ns, whole))
         rows.line.append(number)
         rows.stamp_ns.append(stamp)
         rows.input_tokens.append(_checked(path, number, record, "input_length", _tokens))
         rows.output_tokens.append(_checked(path, number, record, "output_length", _tokens))
+        if chats is not None:
+            chats.add(number, record)
         if "hash_ids" in record:
             blocks.append(_checked(path, number, record, "hash_ids", _block_ids))
         else:
@@ -185,7 +209,65 @@ def _read_mooncake(path: Path, time_unit_s: float | None) -> Rows:
                 "the lines before; either every line has it or none"
             )
     rows.blocks = blocks if blocks else None
+    if chats is not None:
+        rows.session = chats.sessions(rows.notes)
     return rows
+
+
+class _Chats:
+    """Chats of a Bailian trace: each row names itself and the row that it goes on from (-1 = none)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._line: dict[int, int] = {}
+        self._parent: dict[int, int] = {}
+        self._turn: dict[int, int] = {}
+
+    def add(self, number: int, record: dict[str, Any]) -> None:
+        """Take one row."""
+        chat = _checked(self._path, number, record, "chat_id", _whole)
+        if chat in self._line:
+            raise PrfaasError(f"{self._path}:{number}: chat_id {chat} is that of line {self._line[chat]} too")
+        self._line[chat] = number
+        self._parent[chat] = _checked(self._path, number, record, "parent_chat_id", _whole)
+        self._turn[chat] = _checked(self._path, number, record, "turn", _turn)
+
+    def sessions(self, notes: list[str]) -> list[str]:
+        """Name of each row's session in file order: the first chat of its chain of parents."""
+        root: dict[int, int] = {}
+        for chat in self._line:
+            chain: list[int] = []
+            at = chat
+            while at not in root:
+                chain.append(at)
+                if self._parent[at] == at or len(chain) > len(self._line):
+                    raise PrfaasError(
+                        f"{self._path}:{self._line[chat]}: the parents of chat_id {chat} go round in a circle"
+                    )
+                if self._parent[at] not in self._line:
+                    root[at] = at
+                else:
+                    at = self._parent[at]
+            root.update(dict.fromkeys(chain, root[at]))
+        orphans = sum(p != -1 and p not in self._line for p in self._parent.values())
+        if orphans:
+            notes.append(f"{orphans} rows go on from a chat that is not in the file: each begins a session")
+        odd = sum(self._turn[c] != self._turn[p] + 1 for c, p in self._parent.items() if p in self._line)
+        if odd:
+            notes.append(f"{odd} rows whose turn is not one more than their parent's: kept, parents count")
+        return [str(root[chat]) for chat in self._line]
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise ValueError("a whole 64-bit number is allowed")
+    return value
+
+
+def _turn(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError("a whole number from 1 is allowed")
+    return value
 
 
 def _refuse_constant(name: str) -> None:
@@ -214,12 +296,14 @@ def _checked(path: Path, number: int, record: dict[str, Any], key: str, convert:
         raise PrfaasError(f"{path}:{number}: {key} is {_shown(record[key])}; {error}") from None
 
 
-def _json_stamp_ns(value: object, unit_ns: Decimal, time_unit_s: float | None) -> int:
+def _json_stamp_ns(value: object, unit_ns: Decimal, whole: bool) -> int:
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         raise ValueError("a number is allowed")
-    if isinstance(value, Decimal) and time_unit_s is None and value != value.to_integral_value():
+    if isinstance(value, Decimal) and whole and value != value.to_integral_value():
         # A fraction tells of stamps in seconds; read as milliseconds they would run 1,000 times too fast.
-        raise ValueError("whole milliseconds are allowed; for another unit state time_unit_s (1 for seconds)")
+        raise ValueError(
+            "whole milliseconds are allowed; for stamps in seconds use format vllm or state time_unit_s"
+        )
     return _number_ns(value, unit_ns)
 
 
@@ -238,9 +322,9 @@ def _read_csv(
     session_column: str | None,
     stamp_ns: Callable[[str], int],
 ) -> Rows:
-    lines = _lines(path)
+    lines = text_lines(path)
     header_line, header_text = next(lines)
-    header = [name.strip() for name in _fields(path, header_line, header_text)]
+    header = [name.strip() for name in csv_fields(path, header_line, header_text)]
     lower = [name.lower() for name in header]
     missing = [name for name in columns if name.lower() not in lower]
     if missing:
@@ -256,7 +340,7 @@ def _read_csv(
         (output_at, rows.output_tokens, _tokens),
     )
     for number, line in lines:
-        fields = _fields(path, number, line)
+        fields = csv_fields(path, number, line)
         if len(fields) != len(header):
             raise PrfaasError(
                 f"{path}:{number}: {len(fields)} fields in {_shown(line)}; the header has {len(header)}"
@@ -272,7 +356,7 @@ def _read_csv(
     return rows
 
 
-def _fields(path: Path, number: int, line: str) -> list[str]:
+def csv_fields(path: Path, number: int, line: str) -> list[str]:
     if '"' not in line:
         return line.split(",")
     try:

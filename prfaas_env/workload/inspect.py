@@ -13,12 +13,14 @@ from prfaas_env.base import PrfaasError, first_error
 from prfaas_env.simulator.formulas import NS_PER_S, IntArray
 from prfaas_env.workload.formats import TRACE_FORMATS, sniff_format
 from prfaas_env.workload.models import TraceFormat, TraceWorkload, ZeroTokens
+from prfaas_env.workload.rate_profile import read_profile
 from prfaas_env.workload.requests import RequestTable
 from prfaas_env.workload.traces import load_trace, replay, resolve_trace_file
 
 #: The paper's optimum (table 6), the default threshold of the summary.
 DEFAULT_THRESHOLD_TOKENS = 19_400
 _BIN_S = 10
+_DAY_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,72 @@ class TraceSummary:
     count_10s_max: int | None
     count_10s_variance_to_mean: float | None
     sessions: int
+    #: Requests per session, of those in sessions; None when there are none.
+    mean_turns: float | None
     prefix: PrefixSummary | None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, ready for JSON."""
         return asdict(self) | {"notes": list(self.notes)}
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """Figures of a rate profile, in its own time and rates."""
+
+    file: str
+    windows: int
+    #: Length of most windows.
+    window_s: float
+    span_s: float
+    mean_rate_rps: float
+    lowest_rate_rps: float
+    highest_rate_rps: float
+    #: Highest by mean rate.
+    peak_to_mean: float
+    silent_windows: int
+    #: CV of the gaps, by window; None when the file has no such column.
+    cv_median: float | None
+    cv_max: float | None
+    #: Mean, lowest and highest rate of each whole day; empty for a shorter file.
+    days: tuple[tuple[float, float, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers, ready for JSON."""
+        return asdict(self) | {"days": [list(day) for day in self.days]}
+
+
+def inspect_profile(file: str | Path, base_dir: Path | None = None) -> ProfileSummary:
+    """Summarise a rate profile.
+
+    Args:
+        file: a path or `bundled:NAME`.
+        base_dir: folder against which a relative path is read.
+
+    Raises:
+        PrfaasError: a bad file or line.
+    """
+    profile = read_profile(resolve_trace_file(str(file), base_dir))
+    rates, edges_s = profile.rates_rps, profile.edges_s
+    span_s = float(edges_s[-1] - edges_s[0])
+    mean_rps = profile.mean_rps
+    day_of = ((edges_s[:-1] - edges_s[0]) // _DAY_S).astype(np.int64)
+    days = [(rates[day_of == d], np.diff(edges_s)[day_of == d]) for d in range(int(span_s // _DAY_S))]
+    return ProfileSummary(
+        file=str(file),
+        windows=len(profile),
+        window_s=float(np.median(np.diff(edges_s))),
+        span_s=span_s,
+        mean_rate_rps=mean_rps,
+        lowest_rate_rps=float(rates.min()),
+        highest_rate_rps=float(rates.max()),
+        peak_to_mean=float(rates.max() / mean_rps) if mean_rps else 0.0,
+        silent_windows=int((rates == 0).sum()),
+        cv_median=None if profile.cv is None else float(np.median(profile.cv)),
+        cv_max=None if profile.cv is None else float(profile.cv.max()),
+        days=tuple((float(r @ s / s.sum()), float(r.min()), float(r.max())) for r, s in days if len(r)),
+    )
 
 
 def infinite_cache_hits(table: RequestTable) -> tuple[IntArray, IntArray]:
@@ -158,6 +220,8 @@ def inspect_trace(
     gaps_s = np.diff(table.arrival_ns) / NS_PER_S
     counts = _counts(table.arrival_ns, span_s)
     above = table.input_tokens > threshold_tokens
+    in_sessions = table.session[table.session >= 0]
+    n_sessions = len(np.unique(in_sessions))
     return TraceSummary(
         file=str(file),
         format=trace_format,
@@ -176,7 +240,8 @@ def inspect_trace(
         count_10s_mean=float(counts.mean()) if len(counts) else None,
         count_10s_max=int(counts.max()) if len(counts) else None,
         count_10s_variance_to_mean=float(counts.var() / counts.mean()) if counts.any() else None,
-        sessions=len(np.unique(table.session[table.session >= 0])),
+        sessions=n_sessions,
+        mean_turns=len(in_sessions) / n_sessions if n_sessions else None,
         prefix=_prefix_summary(table, threshold_tokens) if table.block_tokens else None,
         notes=(*notes, *table.notes),
     )

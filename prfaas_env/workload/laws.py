@@ -32,7 +32,7 @@ _ORDER = 8
 _INTERVALS = 128
 
 
-class _Part(ABC):
+class Part(ABC):
     """One component of a mixture."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class _Part(ABC):
 
 
 @dataclass(frozen=True)
-class _LogNormal(_Part):
+class _LogNormal(Part):
     mu: float
     sigma: float
     a: float
@@ -93,7 +93,7 @@ class _LogNormal(_Part):
 
 
 @dataclass(frozen=True)
-class _Atoms(_Part):
+class _Atoms(Part):
     """Weights on single lengths, sorted."""
 
     tokens: FloatArray
@@ -137,8 +137,13 @@ def _above_below(tokens: FloatArray, values: FloatArray, t: FloatArray) -> tuple
 class LengthLaw:
     """Distribution of a length in tokens. Thresholds and probabilities: numbers or arrays of any shape."""
 
-    def __init__(self, parts: Sequence[tuple[float, _Part]]) -> None:
+    def __init__(self, parts: Sequence[tuple[float, Part]]) -> None:
         self._parts = [(weight, part) for weight, part in parts if weight > 0]
+
+    @property
+    def parts(self) -> list[tuple[float, Part]]:
+        """Components of the mixture with their weights: one per regime that occurs."""
+        return self._parts
 
     def _split(self, t: ArrayLike) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         thresholds = np.asarray(t, dtype=np.float64)
@@ -229,10 +234,15 @@ def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
         return np.where(denominator > 0.0, numerator / denominator, np.nan)
 
 
+def atoms_law(tokens: FloatArray, weights: FloatArray) -> LengthLaw:
+    """The law with these weights (sum 1) on these lengths (sorted)."""
+    return LengthLaw([(1.0, _Atoms(tokens, weights))])
+
+
 def empirical_law(tokens: ArrayLike) -> LengthLaw:
     """The law that gives each observed length the same weight."""
     values, counts = np.unique(np.asarray(tokens, dtype=np.float64), return_counts=True)
-    return LengthLaw([(1.0, _Atoms(values, counts / counts.sum()))])
+    return atoms_law(values, counts / counts.sum())
 
 
 def length_law(lengths: Lengths) -> LengthLaw:

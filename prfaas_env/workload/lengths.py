@@ -35,16 +35,26 @@ def sample_lengths(lengths: Lengths, arrival_s: FloatArray, seed: int, stream_na
         seed: episode seed.
         stream_name: stream of the episode to draw from.
     """
-    n = len(arrival_s)
     if isinstance(lengths, FixedLengths):
-        return np.full(n, lengths.tokens, dtype=np.int64)
-    u = stream(seed, stream_name).random(n)
+        return np.full(len(arrival_s), lengths.tokens, dtype=np.int64)
+    u = stream(seed, stream_name).random(len(arrival_s))
+    return lengths_from(lengths, u, parameter_at(lengths, arrival_s, seed, stream_name))
+
+
+def lengths_from(lengths: Lengths, u: FloatArray, parameter: FloatArray) -> IntArray:
+    """Lengths in whole tokens by inverse CDF, int64 of shape (n,).
+
+    Args:
+        lengths: the law.
+        u: uniform numbers in [0, 1), shape (n,).
+        parameter: of each length the parameter that a regime chain may move (`parameter_at`), shape (n,).
+    """
+    if isinstance(lengths, FixedLengths):
+        return np.full(len(u), lengths.tokens, dtype=np.int64)
     if isinstance(lengths, EmpiricalLengths):
         table = np.array(lengths.tokens, dtype=np.int64)
         return table[(u * len(table)).astype(np.int64)]
-    law = lengths.mu if isinstance(lengths, LogNormalLengths) else lengths.mean_tokens
-    parameter = _parameter_at(law, arrival_s, seed, stream_name)
-    tokens = np.empty(n, dtype=np.int64)
+    tokens = np.empty(len(u), dtype=np.int64)
     for value in np.unique(parameter):
         here = parameter == value
         if isinstance(lengths, LogNormalLengths):
@@ -54,13 +64,20 @@ def sample_lengths(lengths: Lengths, arrival_s: FloatArray, seed: int, stream_na
     return tokens
 
 
-def _parameter_at(
-    value: float | RegimeChain, arrival_s: FloatArray, seed: int, stream_name: LengthStream
+def parameter_at(
+    lengths: Lengths, arrival_s: FloatArray, seed: int, stream_name: LengthStream, sub_stream: int = 1
 ) -> FloatArray:
+    """The parameter of a law that a regime chain may move, at sorted instants: mu, mean, or 0 where there is none.
+
+    A chain's path has a sub-stream of its own.
+    """
+    if isinstance(lengths, FixedLengths | EmpiricalLengths):
+        return np.zeros(len(arrival_s))
+    value = lengths.mu if isinstance(lengths, LogNormalLengths) else lengths.mean_tokens
     if not isinstance(value, RegimeChain):
         return np.full(len(arrival_s), value)
     end_s = float(arrival_s[-1]) if len(arrival_s) else 0.0
-    start_s, values = sample_chain(value, end_s, stream(seed, stream_name, 1))
+    start_s, values = sample_chain(value, end_s, stream(seed, stream_name, sub_stream))
     return value_at(start_s, values, arrival_s)
 
 

@@ -15,6 +15,8 @@ class RequestTable:
 
     Arrays are int64 of shape (n,). `session` is -1 where there is none. Prefix blocks of request i are
     `block_ids[block_offsets[i]:block_offsets[i + 1]]`, each of `block_tokens` tokens (0 = no prefix data).
+    `cached_tokens` is the part of the input that a hit rate declares cached, in a workload without prefix
+    data: 0 by default, always below the input.
     """
 
     arrival_ns: IntArray
@@ -26,6 +28,15 @@ class RequestTable:
     block_tokens: int = 0
     #: One line per rule that was applied while reading or drawing (spread, dropped rows, inferred units).
     notes: tuple[str, ...] = field(default=())
+    cached_tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.cached_tokens) != len(self.arrival_ns):
+            if len(self.cached_tokens):
+                raise ValueError(
+                    f"{len(self.cached_tokens)} cached_tokens for {len(self.arrival_ns)} requests"
+                )
+            object.__setattr__(self, "cached_tokens", np.zeros(len(self.arrival_ns), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
@@ -37,8 +48,9 @@ class RequestTable:
         input_tokens: IntArray,
         output_tokens: IntArray,
         notes: tuple[str, ...] = (),
+        cached_tokens: IntArray | None = None,
     ) -> RequestTable:
-        """A table with neither sessions nor prefix data."""
+        """A table with neither sessions nor prefix ids."""
         n = len(arrival_ns)
         return cls(
             arrival_ns=arrival_ns,
@@ -48,6 +60,7 @@ class RequestTable:
             block_offsets=np.zeros(n + 1, dtype=np.int64),
             block_ids=np.zeros(0, dtype=np.int64),
             notes=notes,
+            cached_tokens=np.zeros(n, dtype=np.int64) if cached_tokens is None else cached_tokens,
         )
 
     def take(self, order: IntArray) -> RequestTable:
@@ -63,4 +76,5 @@ class RequestTable:
             block_ids=np.concatenate(ids) if ids else self.block_ids[:0],
             block_tokens=self.block_tokens,
             notes=self.notes,
+            cached_tokens=self.cached_tokens[order],
         )

@@ -12,10 +12,13 @@ import numpy as np
 from prfaas_env.base import PrfaasError, stream
 from prfaas_env.simulator.formulas import NS_PER_S, IntArray, ns_from_s
 from prfaas_env.workload.formats import TIME_UNITS_S, Rows, read_rows
-from prfaas_env.workload.models import TraceFormat, TraceWorkload, ZeroTokens
+from prfaas_env.workload.hits import draw_cached_tokens, prefix_note
+from prfaas_env.workload.models import PREFIX_BLOCK_TOKENS, TraceFormat, TraceWorkload, ZeroTokens
 from prfaas_env.workload.requests import RequestTable
 
 DATA_DIR = Path(__file__).parent / "data"
+#: Bundled rate profiles (arrivals of kind profile).
+RATES_DIR = DATA_DIR / "rates"
 BUNDLED_PREFIX = "bundled:"
 #: Block size that is taken when several fit (Mooncake's own).
 _USUAL_BLOCK_TOKENS = 512
@@ -54,22 +57,28 @@ class Trace:
 
 
 def bundled_traces() -> tuple[str, ...]:
-    """Names that `bundled:NAME` accepts."""
+    """Names of the request traces that `bundled:NAME` accepts."""
     return tuple(sorted(p.stem for p in DATA_DIR.iterdir() if p.suffix in {".jsonl", ".csv"}))
 
 
+def bundled_profiles() -> tuple[str, ...]:
+    """Names of the rate profiles that `bundled:NAME` accepts."""
+    return tuple(sorted(p.stem for p in RATES_DIR.iterdir() if p.suffix == ".csv"))
+
+
 def resolve_trace_file(file: str, base_dir: Path | None = None) -> Path:
-    """Path of a trace: `bundled:NAME` (with or without the ending), or a path, relative to `base_dir`.
+    """Path of a trace or rate profile: `bundled:NAME` (with or without the ending), or a path, relative to `base_dir`.
 
     Raises:
         PrfaasError: no such file, or no bundled trace of that name.
     """
     if file.startswith(BUNDLED_PREFIX):
         name = file.removeprefix(BUNDLED_PREFIX)
-        for path in sorted(DATA_DIR.iterdir()):
+        for path in sorted((*DATA_DIR.iterdir(), *RATES_DIR.iterdir())):
             if path.suffix in {".jsonl", ".csv"} and name in {path.name, path.stem}:
                 return path
-        raise PrfaasError(f"file: no bundled trace {name!r}; bundled are {', '.join(bundled_traces())}")
+        known = ", ".join((*bundled_traces(), *bundled_profiles()))
+        raise PrfaasError(f"file: no bundled trace {name!r}; bundled are {known}")
     path = (base_dir or Path()) / file
     if not path.is_file():
         what = "is not a file" if path.exists() else "no such trace file"
@@ -136,10 +145,10 @@ def _read_cached(
     zero_tokens: ZeroTokens,
 ) -> Trace:
     rows = read_rows(path, trace_format, time_unit_s)
-    notes = [_time_note(trace_format, time_unit_s)]
+    notes = [_time_note(trace_format, time_unit_s), *rows.notes]
     length = np.array(rows.input_tokens, dtype=np.int64)
     output = np.array(rows.output_tokens, dtype=np.int64)
-    block_size, offsets, ids = _blocks(path, rows, length, block_tokens, notes)
+    block_size, offsets, ids = _blocks(path, rows, length, trace_format, block_tokens, notes)
     stamp_ns = np.array(rows.stamp_ns, dtype=np.int64)
     zero = (length == 0) | (output == 0)
     n_zero = int(zero.sum())
@@ -153,6 +162,7 @@ def _read_cached(
         notes.append(f"rows are not in order of time ({backwards} steps back): sorted, ties in file order")
     offsets, ids = _take_blocks(offsets, ids, order)
     stamp_ns = stamp_ns[order] - stamp_ns[order[0]]
+    _doubt_unit(stamp_ns, trace_format, time_unit_s, notes)
     steps_ns = np.diff(np.unique(stamp_ns))
     trace = Trace(
         stamp_ns=stamp_ns,
@@ -187,30 +197,80 @@ def _time_note(trace_format: TraceFormat, time_unit_s: float | None) -> str:
     return f"stamps count {unit_s:g} s ({origin}, format {trace_format}); trace time starts at the first one"
 
 
+#: Mean rates (requests per second) outside which a stamp of whole units was hardly read in the right unit.
+_PLAUSIBLE_RPS = (0.02, 1000.0)
+#: Fewest rows from which a rate is worked out.
+_ROWS_FOR_DOUBT = 20
+
+
+def _doubt_unit(
+    stamp_ns: IntArray, trace_format: TraceFormat, time_unit_s: float | None, notes: list[str]
+) -> None:
+    """Say it loudly when the stamps were hardly meant in this unit; `stamp_ns` begins with 0."""
+    if trace_format not in TIME_UNITS_S:
+        return
+    own_s = TIME_UNITS_S[trace_format]
+    unit_s = own_s if time_unit_s is None else time_unit_s
+    if unit_s != own_s:
+        ratio = unit_s / own_s
+        pace = f"{ratio:g} times slower" if ratio > 1 else f"{1 / ratio:g} times faster"
+        notes.append(
+            f"WARNING: with {unit_s:g} s as the stated unit the trace runs {pace} than by its format's"
+        )
+    span_s = int(stamp_ns[-1]) / NS_PER_S
+    if (
+        len(stamp_ns) < _ROWS_FOR_DOUBT
+        or span_s == 0
+        or np.any(stamp_ns % int(round(unit_s * NS_PER_S) or 1))
+    ):
+        return
+    rate_rps = len(stamp_ns) / span_s
+    if not _PLAUSIBLE_RPS[0] <= rate_rps <= _PLAUSIBLE_RPS[1]:
+        notes.append(
+            f"WARNING: {rate_rps:.3g} requests per second over {span_s:,.0f} s; check the unit of the stamps "
+            f"(read as {unit_s:g} s; mooncake counts milliseconds, bailian, vllm and burstgpt seconds)"
+        )
+
+
 # --- prefix blocks -----------------------------------------------------------------------------------
 
 
 def _blocks(
-    path: Path, rows: Rows, length: IntArray, stated: int | None, notes: list[str]
+    path: Path,
+    rows: Rows,
+    length: IntArray,
+    trace_format: TraceFormat,
+    stated: int | None,
+    notes: list[str],
 ) -> tuple[int, IntArray, IntArray]:
     """Block size (0 = none), offsets (n + 1,), ids; checks ids = ceil(length / size) in every row."""
     if rows.blocks is None:
         if stated is not None:
             raise PrfaasError(f"{path}: block_tokens is {stated}, but the file has no prefix data (hash_ids)")
-        notes.append("no prefix data in the file: every prompt counts as new")
         return 0, np.zeros(len(length) + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
     counts = np.array([len(ids) for ids in rows.blocks], dtype=np.int64)
-    size = _inferred_block_tokens(path, length, counts) if stated is None else stated
+    of_format = PREFIX_BLOCK_TOKENS[trace_format]
+    size, origin = stated or of_format or 0, "as stated" if stated else f"as {trace_format} has them"
+    if not size:
+        size, origin = _inferred_block_tokens(path, length, counts), "the size that fits most lines"
     wrong = np.flatnonzero(counts != -(-length // size))
     if len(wrong):
         i = int(wrong[0])
-        origin = "as stated" if stated is not None else "the size that fits most lines"
+        hint = ""
+        if size != _USUAL_BLOCK_TOKENS and np.all(counts == -(-length // _USUAL_BLOCK_TOKENS)):
+            hint = f"; {_USUAL_BLOCK_TOKENS} would fit every line: is it a mooncake file, with milliseconds?"
         raise PrfaasError(
             f"{path}:{rows.line[i]}: {counts[i]} hash_ids for {length[i]} tokens; with block_tokens {size} "
-            f"({origin}) there must be {-(-int(length[i]) // size)}, one per begun block"
+            f"({origin}) there must be {-(-int(length[i]) // size)}, one per begun block{hint}"
         )
-    origin = "inferred from the ids per row" if stated is None else "as stated"
+    if stated is None and of_format is None:
+        origin = "inferred from the ids per row"
     notes.append(f"prefix blocks of {size} tokens ({origin})")
+    if trace_format == "mooncake" and stated is None and size != _USUAL_BLOCK_TOKENS:
+        notes.append(
+            f"WARNING: Mooncake's own blocks have {_USUAL_BLOCK_TOKENS} tokens; if this is a file of format vllm "
+            "or bailian, its stamps are seconds, not milliseconds"
+        )
     ids = np.fromiter((i for row in rows.blocks for i in row), dtype=np.int64, count=int(counts.sum()))
     return size, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]), ids
 
@@ -393,6 +453,14 @@ def replay(
     if workload.extra_input_tokens:
         notes.append(f"{workload.extra_input_tokens} tokens added to every input (extra_input_tokens)")
     offsets = trace.block_offsets[first : last + 1]
+    if trace.block_tokens and workload.hit_rate is not None:
+        raise PrfaasError(
+            f"hit_rate does not apply to {workload.file}, which has prefix ids (blocks of {trace.block_tokens} "
+            "tokens); leave it out"
+        )
+    if not trace.block_tokens:
+        notes.append(prefix_note(workload.hit_rate))
+    cached_tokens = draw_cached_tokens(workload.hit_rate, input_tokens, seed, first)
     return RequestTable(
         arrival_ns=arrival_ns,
         input_tokens=input_tokens,
@@ -402,6 +470,7 @@ def replay(
         block_ids=trace.block_ids[offsets[0] : offsets[-1]].copy(),
         block_tokens=trace.block_tokens,
         notes=tuple(notes),
+        cached_tokens=cached_tokens,
     )
 
 

@@ -298,7 +298,7 @@ def test_csv_through_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scenario", "papr"], "unknown scenario 'papr'; shipped: drift, "),
+        (["--scenario", "papr"], "unknown scenario 'papr'; shipped: agent_sessions, "),
         (["--policy", "nobody"], "unknown policy 'nobody'; installed: always, "),
         (
             ["--policy", "static:treshold=3"],
@@ -363,7 +363,19 @@ def test_a_bad_trace_line_is_named(line: str, message: str, trace: Path) -> None
 
 def test_unknown_trace_format(trace: Path) -> None:
     told = refused("simulate", "--trace", trace, "--trace-format", "parquet")
-    assert told == "--trace-format is 'parquet'; allowed: mooncake, azure, burstgpt"
+    assert told == "--trace-format is 'parquet'; allowed: mooncake, azure, burstgpt, bailian, vllm"
+
+
+def test_a_trace_whose_format_cannot_be_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,c\n1,2,3\n")
+    told = refused("simulate", "--trace", path)
+    assert told == (
+        f"--trace {path}: cannot tell the format from the first line; state --trace-format, one of "
+        "mooncake, azure, burstgpt, bailian, vllm"
+    )
+    told = refused("simulate", "--trace", "bundled:servegen_m-small_rate_10min")
+    assert "a profile of rates, not requests; use arrivals of kind profile" in told
 
 
 def test_a_scenario_file_with_an_unknown_key(tmp_path: Path) -> None:

@@ -48,6 +48,14 @@ def test_json():
             ("bundled:azure_llm_2023_code", "--block-tokens", "16"),
             "block_tokens does not apply to format azure",
         ),
+        (
+            ("bundled:servegen_m-small_rate_10min", "--format", "azure"),
+            ":1: a profile of rates, not requests; use it as arrivals of kind profile",
+        ),
+        (
+            ("bundled:servegen_m-small_rate_10min", "--block-tokens", "16"),
+            "a rate profile, to which --time-unit-s and --block-tokens do not apply",
+        ),
     ],
 )
 def test_mistakes_are_one_line(args, message):
@@ -55,3 +63,36 @@ def test_mistakes_are_one_line(args, message):
     assert isinstance(result.exception, PrfaasError)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+def test_rate_profile():
+    result = _run("bundled:servegen_m-small_rate_10min")
+    assert result.exit_code == 0
+    for text in (
+        "rate profile",
+        "2,016 of 600 s, 37 without arrivals",
+        "14.00 days",
+        "1,174.404",
+        "3,879.508",
+        "3.30",
+    ):
+        assert text in result.output
+    found = json.loads(_run("bundled:servegen_m-large_rate_10min", "--json").output)
+    assert found["mean_rate_rps"] == pytest.approx(195.844, abs=1e-3)
+    assert len(found["days"]) == 14
+    assert found["days"][0] == pytest.approx([279.30, 151.18, 582.99], abs=0.01)
+    assert found["cv_max"] == 55.6636
+
+
+def test_sessions_and_prefixes_of_a_bailian_trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    rows = [
+        {"chat_id": k, "parent_chat_id": k - 1, "timestamp": 2.5 * k, "input_length": 20 * (k + 1)}
+        | {"output_length": 5, "turn": k + 1, "hash_ids": list(range(-(-20 * (k + 1) // 16)))}
+        for k in range(3)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = _run(str(path))
+    assert result.exit_code == 0
+    for text in ("bailian", "1, 3.00 requests each", "16 tokens", "format bailian, told from the first line"):
+        assert text in result.output

@@ -42,7 +42,16 @@ def refused(spec: Any, **how: Any) -> str:
 
 
 def test_the_shipped_scenarios() -> None:
-    assert NAMES == ["drift", "homogeneous", "mooncake", "naive", "paper"]
+    assert NAMES == [
+        "agent_sessions",
+        "chat_sessions",
+        "diurnal",
+        "drift",
+        "homogeneous",
+        "mooncake",
+        "naive",
+        "paper",
+    ]
     assert len({load_scenario(name).hash for name in NAMES}) == len(NAMES)
     for name in NAMES:
         scenario = load_scenario(name)
@@ -181,7 +190,7 @@ def test_deployment_by_name_or_path(write: Write) -> None:
     assert load_scenario("naive", deployment="naive") == naive
     path = write("extends: homogeneous\nname: mine\n")
     assert load_scenario("drift", deployment=str(path)).deployment == load_scenario("homogeneous").deployment
-    assert "unknown scenario 'none'; shipped: drift," in refused("drift", deployment="none")
+    assert f"unknown scenario 'none'; shipped: {NAMES[0]}," in refused("drift", deployment="none")
     path = write("name: no deployment\n", "empty.yaml")
     assert refused("drift", deployment=str(path)) == f"{path}: has no deployment section"
 
@@ -469,9 +478,7 @@ def test_wrong_files(text: str | bytes, message: str, write: Write) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert refused("papr").startswith(
-        "unknown scenario 'papr'; shipped: drift, homogeneous, mooncake, naive, paper;"
-    )
+    assert refused("papr").startswith(f"unknown scenario 'papr'; shipped: {', '.join(NAMES)};")
     assert refused("").startswith("unknown scenario ''")
     assert (
         refused(tmp_path / "no.yaml") == f"{tmp_path / 'no.yaml'}: cannot be read: No such file or directory"
@@ -509,6 +516,21 @@ def test_a_trace_path_is_relative_to_the_file_that_names_it(
         f"extends: paper\nworkload: {{kind: trace, file: {trace}, format: azure}}\n", "absolute.yaml"
     )
     assert load_scenario(absolute).workload.model_dump()["file"] == str(trace)
+
+
+def test_the_path_of_a_rate_profile_is_relative_too(write: Write) -> None:
+    rates = write("window_start_s,total_rate_rps\n0,1\n10,3\n", "data/rates.csv")
+    arrivals = "workload: {arrivals: {kind: profile, file: ../data/rates.csv}}"
+    scenario = load_scenario(write(f"extends: paper\nname: mine\n{arrivals}\n", "sub/mine.yaml"))
+    assert mean_rate_rps(scenario.workload) == 2.0
+    assert scenario.with_rate(5.0).workload.model_dump()["arrivals"]["file"] == str(rates)
+    # Its content is part of the scenario; where it lies is not.
+    before = scenario.hash
+    write(rates.read_text(), "elsewhere/data/rates.csv")
+    moved = write(f"extends: paper\nname: mine\n{arrivals}\n", "elsewhere/sub/mine.yaml")
+    assert load_scenario(moved).hash == before
+    rates.write_text("window_start_s,total_rate_rps\n0,1\n10,4\n")
+    assert scenario.hash != before
 
 
 def test_a_bundled_trace_is_no_path(write: Write) -> None:
