@@ -72,6 +72,29 @@ def arrival_shares(deployment: Deployment) -> tuple[float, ...]:
     return tuple(cluster.arrival_share / total for cluster in deployment.pd)
 
 
+#: (place of the PrfaaS cluster, place of the PD cluster) of each link.
+LinkPairs = tuple[tuple[int, int], ...]
+
+
+def link_pairs(deployment: Deployment) -> LinkPairs:
+    """Which clusters each link joins, by place: what the observation's link groups mean."""
+    pd_place = {cluster.name: i for i, cluster in enumerate(deployment.pd)}
+    prfaas_place = {cluster.name: j for j, cluster in enumerate(deployment.prfaas)}
+    return tuple((prfaas_place[link.prfaas], pd_place[link.pd]) for link in deployment.links)
+
+
+def link_difference(now: LinkPairs, then: LinkPairs) -> str:
+    """One line that names the links which join other clusters now than then; empty if none does.
+
+    Two deployments with as many clusters and links have the same observation fields, which then mean other links.
+    """
+    return "; ".join(
+        f"link{k} joins prfaas{a[0]} and pd{a[1]}, was prfaas{b[0]} and pd{b[1]}"
+        for k, (a, b) in enumerate(zip(now, then, strict=False))
+        if a != b
+    )
+
+
 def sites_of(scenario: Scenario) -> tuple[Site, ...]:
     """One `Site` per PD cluster, in the order of the deployment."""
     deployment = scenario.deployment

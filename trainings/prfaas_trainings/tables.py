@@ -1,4 +1,4 @@
-"""A comparison as tables and plain lines for the terminal."""
+"""A comparison or a sweep as tables and plain lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from prfaas_trainings.compare import HOW_AVERAGED, Comparison
 from prfaas_trainings.episodes import FIGURES, Figure, is_trace
 from prfaas_trainings.statistics import Interval
+from prfaas_trainings.sweep import SweepResult
 
 #: Figures of the table in order (the difference column follows the first); the rest are in the files.
 _LATENCY = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s")
@@ -99,6 +100,52 @@ def _difference(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.mean:+.2f}"
     return f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+
+
+def show_sweep(result: SweepResult, console: Console) -> None:
+    """Print one table per metric of the study: a row per cell, per policy its mean and the paired difference."""
+    plan = result.plan
+    reference = plan.reference
+    for name in plan.study.metrics:
+        figure = _BY_NAME[name]
+        unit = " ".join(figure.title.replace("-\n", "").split())
+        table = Table(title=escape(f"{name} ({unit})"), title_justify="left", box=box.SIMPLE_HEAD)
+        for axis in plan.study.axes:
+            table.add_column(escape(axis.rpartition(".")[2] if axis != "case" else axis), overflow="fold")
+        for r, label in enumerate(plan.labels):
+            table.add_column(escape(label), justify="right", overflow="fold")
+            if r != reference:
+                table.add_column(f"minus {escape(plan.labels[reference])}", justify="right", overflow="fold")
+        for c, cell in enumerate(plan.cells):
+            cells = [escape(text) for text in cell.texts]
+            for r in range(len(plan.rows)):
+                mark = "*" if result.warnings(c, r) else ""
+                cells.append(mark + _cell(result.own(c, r, name).mean, figure))
+                if r != reference:
+                    cells.append(escape(_scaled(result.difference(c, r, name), figure)))
+            table.add_row(*cells)
+        console.print(table)
+    n = len(plan.seeds)
+    _say(
+        console,
+        f"Means over {n} {plan.split} seed{'s' if n > 1 else ''}; differences are paired by seed, with 95% "
+        "intervals (none on a replayed trace, which is one sample).",
+    )
+    texts = dict.fromkeys(
+        t for c in range(len(plan.cells)) for r in range(len(plan.rows)) for t in result.warnings(c, r)
+    )
+    if texts:
+        _say(console, f"* on one seed or more: {'; '.join(texts)} (which ones: results.csv)")
+
+
+def _scaled(interval: Interval, figure: Figure) -> str:
+    if interval.mean != interval.mean:
+        return "-"
+    f, digits = figure.factor, figure.digits
+    if interval.low is None or interval.high is None:
+        return f"{interval.mean * f:+,.{digits}f}"
+    low, high = interval.low * f, interval.high * f
+    return f"{interval.mean * f:+,.{digits}f} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
 
 
 def _everywhere(comparison: Comparison, s: int) -> list[str]:
