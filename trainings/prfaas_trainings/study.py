@@ -31,6 +31,7 @@ class Case(Frozen):
     """One named variant of the scenario: other hardware, other fields, or both."""
 
     name: str = Field(min_length=1)
+    scenario: str | None = Field(default=None, description="scenario in place of the study's")
     deployment: str | None = Field(default=None, description="scenario whose deployment section is taken")
     set: dict[str, Any] = Field(default_factory=dict, description="field path to its value")
 
@@ -101,12 +102,12 @@ class Study(Frozen):
     def _cell(self, k: int, found: tuple[tuple[str, Case], ...]) -> Cell:
         texts = tuple(text for text, _ in found)
         label = ", ".join(f"{axis}={text}" for axis, text in zip(self.axes, texts, strict=True))
-        deployment = next((case.deployment for _, case in found if case.deployment is not None), None)
-        fields = [*self.set.items(), *(item for _, case in found for item in case.set.items())]
+        case = found[-1][1]  # the cases are the last axis; those of `vary` only set a field
+        fields = [*self.set.items(), *(item for _, point in found for item in point.set.items())]
         try:
             scenario = load_scenario(
-                self.scenario,
-                deployment=deployment,
+                case.scenario or self.scenario,
+                deployment=case.deployment,
                 overrides=[f"{path}={json.dumps(value)}" for path, value in fields],
             )
         except PrfaasError as error:
@@ -187,9 +188,14 @@ def read_studies(path: Path) -> dict[str, Study]:
 
 def _with_path(study: Study, folder: Path) -> Study:
     """Scenario paths are relative to the study file."""
-    if study.scenario in scenario_names() or Path(study.scenario).is_absolute():
-        return study
-    return study.model_copy(update={"scenario": str(folder / study.scenario)})
+
+
+    def resolved(scenario: str | None) -> str | None:
+        known = scenario is None or scenario in scenario_names() or Path(scenario).is_absolute()
+        return scenario if known else str(folder / str(scenario))
+
+    cases = tuple(case.model_copy(update={"scenario": resolved(case.scenario)}) for case in study.cases)
+    return study.model_copy(update={"scenario": resolved(study.scenario), "cases": cases})
 
 
 def load_study(spec: str) -> Study:
