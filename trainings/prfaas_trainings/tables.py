@@ -103,49 +103,63 @@ def _difference(interval: Interval) -> str:
 
 
 def show_sweep(result: SweepResult, console: Console) -> None:
-    """Print one table per metric of the study: a row per cell, per policy its mean and the paired difference."""
+    """Print one table per metric of the study: a row per cell and policy, with the paired difference."""
     plan = result.plan
-    reference = plan.reference
+    keys = [(c, r) for c in range(len(plan.cells)) for r in range(len(plan.rows))]
+    common = set.intersection(*(set(result.warnings(c, r)) for c, r in keys))
+    console.print(f"[bold]{escape(_sweep_title(result))}[/bold]", soft_wrap=True, highlight=False)
     for name in plan.study.metrics:
         figure = _BY_NAME[name]
         unit = " ".join(figure.title.replace("-\n", "").split())
-        table = Table(title=escape(f"{name} ({unit})"), title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for axis in plan.study.axes:
-            table.add_column(escape(axis.rpartition(".")[2] if axis != "case" else axis), overflow="fold")
-        for r, label in enumerate(plan.labels):
-            table.add_column(escape(label), justify="right", overflow="fold")
-            if r != reference:
-                table.add_column(f"minus {escape(plan.labels[reference])}", justify="right", overflow="fold")
-        for c, cell in enumerate(plan.cells):
-            cells = [escape(text) for text in cell.texts]
-            for r in range(len(plan.rows)):
-                mark = "*" if result.warnings(c, r) else ""
-                cells.append(mark + _cell(result.own(c, r, name).mean, figure))
-                if r != reference:
-                    cells.append(escape(_scaled(result.difference(c, r, name), figure)))
-            table.add_row(*cells)
+            table.add_column(escape(axis.rpartition(".")[2]), overflow="fold")
+        table.add_column("policy", overflow="fold")
+        table.add_column(f"{name}\n({escape(unit)})", justify="right", no_wrap=True)
+        table.add_column(f"minus\n{escape(plan.labels[plan.reference])}", justify="right", no_wrap=True)
+        for c, r in keys:
+            cell = plan.cells[c]
+            mark = "* " if set(result.warnings(c, r)) - common else ""
+            difference = "" if r == plan.reference else _interval(result.difference(c, r, name), figure, "+")
+            table.add_row(
+                *(escape(text) if r == 0 else "" for text in cell.texts),
+                mark + escape(plan.labels[r]),
+                escape(_interval(result.own(c, r, name), figure, "")),
+                escape(difference),
+                end_section=r == len(plan.rows) - 1,
+            )
         console.print(table)
-    n = len(plan.seeds)
+    for text in dict.fromkeys(t for c, r in keys for t in result.warnings(c, r) if t not in common):
+        _say(console, f"* on one seed or more: {text} (which ones: results.csv)")
+    for text in sorted(common):
+        _say(console, f"note: every cell and policy, on one seed or more: {text}")
+    if plan.split != "test":
+        _say(console, f"note: {plan.split} seeds, so not a test of what was trained or chosen on them")
     _say(
         console,
-        f"Means over {n} {plan.split} seed{'s' if n > 1 else ''}; differences are paired by seed, with 95% "
-        "intervals (none on a replayed trace, which is one sample).",
+        f"{HOW_AVERAGED} Brackets are 95% intervals; differences are paired by seed. A replayed trace is one "
+        "sample and has none.",
     )
-    texts = dict.fromkeys(
-        t for c in range(len(plan.cells)) for r in range(len(plan.rows)) for t in result.warnings(c, r)
-    )
-    if texts:
-        _say(console, f"* on one seed or more: {'; '.join(texts)} (which ones: results.csv)")
 
 
-def _scaled(interval: Interval, figure: Figure) -> str:
+def _sweep_title(result: SweepResult) -> str:
+    plan = result.plan
+    n = len(plan.seeds)
+    seeds = f"{n} {plan.split} seed{'s' if n > 1 else ''} {plan.seeds[0]}..{plan.seeds[-1]}"
+    varied = " x ".join(plan.study.axes)
+    return f"{plan.study.name} ({plan.study.scenario}): {varied}, {len(plan.cells)} cells, {seeds}"
+
+
+def _interval(interval: Interval, figure: Figure, sign: str) -> str:
+    """Mean and limits of a figure in the units of the table."""
     if interval.mean != interval.mean:
         return "-"
-    f, digits = figure.factor, figure.digits
+    form = f"{{:{sign},.{figure.digits}f}}"
+    shown = form.format(interval.mean * figure.factor)
     if interval.low is None or interval.high is None:
-        return f"{interval.mean * f:+,.{digits}f}"
-    low, high = interval.low * f, interval.high * f
-    return f"{interval.mean * f:+,.{digits}f} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
+        return shown
+    low, high = (form.format(v * figure.factor) for v in (interval.low, interval.high))
+    return f"{shown} [{low}, {high}]"
 
 
 def _everywhere(comparison: Comparison, s: int) -> list[str]:
