@@ -62,7 +62,8 @@ def plan_command(
 ) -> None:
     """Best threshold and prefill/decode split by the paper's throughput model.
 
-    With several clusters: one plan per PD cluster. With --rate and --ttft-p90: the cheapest deployment that carries the rate.
+    With several clusters: one plan per PD cluster. With --rate and --ttft-p90: the cheapest deployment that
+    carries the rate.
     """
     resolved = load_scenario(scenario, deployment=deployment, overrides=overrides or ())
     if rate_rps is None and ttft_p90_s is None:
@@ -146,9 +147,7 @@ def _several(scenario: Scenario, means: Means, as_json: bool) -> None:
     found = plan_sites(scenario, means)
     limit = min(found, key=lambda site: site.scenario_limit_rps)
     if as_json:
-        sites = {
-            site.name: {"arrival_share": site.arrival_share, **site.optimum.as_json()} for site in found
-        }
+        sites = {site.name: {"arrival_share": site.arrival_share, **site.optimum.as_json()} for site in found}
         total = {"lambda_max_rps": limit.scenario_limit_rps, "limited_by": limit.name}
         _echo_json(_header(scenario, means) | {"sites": sites, "deployment": total})
         return
@@ -189,7 +188,10 @@ def _table(title: str, *columns: str) -> Table:
 def _rows(points: list[Optimum]) -> list[tuple[str, list[str]]]:
     return [
         ("threshold (tokens)", [_threshold(o) for o in points]),
-        ("PrfaaS / prefill / decode", [f"{_count(o.n_prfaas)} / {o.n_prefill} / {o.n_decode}" for o in points]),
+        (
+            "PrfaaS / prefill / decode",
+            [f"{_count(o.n_prfaas)} / {o.n_prefill} / {o.n_decode}" for o in points],
+        ),
         ("Theta PrfaaS (req/s)", [_theta(o.theta_prfaas_rps) for o in points]),
         ("Theta PD-P (req/s)", [_theta(o.theta_pdp_rps) for o in points]),
         ("Theta PD-D (req/s)", [_theta(o.theta_pdd_rps) for o in points]),

@@ -65,7 +65,9 @@ def check_observation(env: PrfaasEnv, observation: Any, method: str) -> None:
         more = f": {n - len(names)} values behind {names[-1]}" if n > len(names) else ""
         raise AssertionError(f"{method} gave shape {observation.shape}; {expected}{where}{more}")
     for k in np.flatnonzero(~((observation >= 0.0) & (observation <= 1.0))):
-        raise AssertionError(f"{method} gave {names[k]} = {observation[k]}; it must be finite and within 0 and 1")
+        raise AssertionError(
+            f"{method} gave {names[k]} = {observation[k]}; it must be finite and within 0 and 1"
+        )
     assert env.observation_space.contains(observation), f"{method} gave an observation outside its space"
 
 

@@ -318,9 +318,7 @@ def search(
     )
     for path in more:
         seconds = _remote_s(lengths, path.prefill, demand.threshold_tokens, demand.share, means)
-        theta = theta_prfaas_rps(
-            path.n_prfaas, seconds[:, None], path.link_bps, demand.remote_bits[:, None]
-        )
+        theta = theta_prfaas_rps(path.n_prfaas, seconds[:, None], path.link_bps, demand.remote_bits[:, None])
         theta_remote = theta_remote + np.where(p > 0.0, theta, 0.0)
     theta_local = np.where(p < 1.0, theta_pdp_rps(n_prefill[None, :], demand.local_s[:, None]), 0.0)
     theta_decode = (n_local - n_prefill) * decode_instance_rps(decode, lengths.mean, output_tokens_mean)

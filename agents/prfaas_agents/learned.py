@@ -55,7 +55,8 @@ class LearnedPolicy:
 
     Raises:
         PrfaasError: no such file, a file that does not fit its record; in `reset`: other telemetry than the
-            policy was trained on (the fields are named), links that join other clusters, or a control interval that does not divide its own.
+            policy was trained on (the fields are named), links that join other clusters (they are named), or a
+            control interval that does not divide its own.
     """
 
     constant = False

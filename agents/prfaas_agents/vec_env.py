@@ -301,9 +301,7 @@ def _check_fit(batches: Sequence[PrfaasVectorEnv]) -> None:
             ("acts by", "" if batch.codec == first.codec else f"{batch.codec}, not {first.codec}"),
             (
                 "observes",
-                link_difference(
-                    link_pairs(batch.scenario.deployment), link_pairs(first.scenario.deployment)
-                ),
+                link_difference(link_pairs(batch.scenario.deployment), link_pairs(first.scenario.deployment)),
             ),
         ):
             if difference:

@@ -173,7 +173,9 @@ def _at_regions(**changes: Any) -> Any:
 
 def test_a_policy_of_several_sites_decides_for_each(save: Save) -> None:
     """An untrained one is earliest finish everywhere; a loud one differs between the clusters."""
-    env = DummyVecEnv([lambda: gym.make("PrfaaS-v0", scenario=REGIONS, routing="margin", disable_env_checker=True)])
+    env = DummyVecEnv(
+        [lambda: gym.make("PrfaaS-v0", scenario=REGIONS, routing="margin", disable_env_checker=True)]
+    )
     settings = PpoSettings(hidden=(16,), n_steps=16, batch_size=16, n_epochs=1)
     model = make_ppo(env, ActionCodec(2, "margin", "discrete"), settings, 0)
     path = save(model, **_at_regions())
@@ -191,7 +193,9 @@ def test_links_between_other_clusters_are_refused_by_name(untrained: PPO, save: 
     """As many clusters and links, so the same fields; but link1 and link2 have changed places."""
     record = read_record(save(untrained, **_at_regions(links=((0, 0), (1, 0), (0, 1), (1, 1)))))
     context = PolicyContext(REGIONS, scenario_schema(REGIONS), 0)
-    with pytest.raises(PrfaasError, match=r"other links .*: link1 joins prfaas0 and pd1, was prfaas1 and pd0; link2"):
+    with pytest.raises(
+        PrfaasError, match=r"other links .*: link1 joins prfaas0 and pd1, was prfaas1 and pd0; link2"
+    ):
         check_fits(record, context, Path("policy.zip"))
     check_fits(read_record(save(untrained, **_at_regions())), context, Path("policy.zip"))
     check_fits(read_record(save(untrained, **_at_regions(links=None))), context, Path("policy.zip"))

@@ -268,7 +268,9 @@ def test_batches_that_do_not_fit_are_named() -> None:
         BatchedVecEnv([one, PrfaasVectorEnv(1, **{**same, "scenario": "homogeneous"})])
     swapped = load_scenario("two_regions").model_dump(mode="json")
     swapped["deployment"]["links"].reverse()
-    with pytest.raises(PrfaasError, match="observes other .*: link0 joins prfaas1 and pd1, was prfaas0 and pd0"):
+    with pytest.raises(
+        PrfaasError, match=r"observes other .*: link0 joins prfaas1 and pd1, was prfaas0 and pd0"
+    ):
         make_batched_vec_env(["two_regions", Scenario.model_validate(swapped)], 2)
     with pytest.raises(PrfaasError, match="scenario paper acts by other things than paper"):
         BatchedVecEnv([one, PrfaasVectorEnv(1, **same, routing="margin")])

@@ -928,7 +928,10 @@ def _over(observation: Any) -> Any:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda env, o: env.observation_space, r"observation of type Box; expected a float32 array of shape \(N,\)"),
+        (
+            lambda env, o: env.observation_space,
+            r"observation of type Box; expected a float32 array of shape \(N,\)",
+        ),
         (lambda env, o: o.tolist(), "observation of type list"),
         (lambda env, o: o.astype(np.float64), "observation of float64; expected a float32"),
         (lambda env, o: o[:-1], r"shape \(M,\).*: link3\.retransmission_share and what follows is missing"),

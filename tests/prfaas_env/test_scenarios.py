@@ -42,7 +42,8 @@ def refused(spec: Any, **how: Any) -> str:
 
 
 def test_the_shipped_scenarios() -> None:
-    assert NAMES == ["drift", "homogeneous", "mooncake", "naive", "paper"]
+    assert NAMES == sorted(NAMES)
+    assert {"drift", "homogeneous", "mooncake", "naive", "paper", "shared_prfaas", "two_regions"} < set(NAMES)
     assert len({load_scenario(name).hash for name in NAMES}) == len(NAMES)
     for name in NAMES:
         scenario = load_scenario(name)
@@ -181,7 +182,7 @@ def test_deployment_by_name_or_path(write: Write) -> None:
     assert load_scenario("naive", deployment="naive") == naive
     path = write("extends: homogeneous\nname: mine\n")
     assert load_scenario("drift", deployment=str(path)).deployment == load_scenario("homogeneous").deployment
-    assert "unknown scenario 'none'; shipped: drift," in refused("drift", deployment="none")
+    assert f"unknown scenario 'none'; shipped: {', '.join(NAMES)};" in refused("drift", deployment="none")
     path = write("name: no deployment\n", "empty.yaml")
     assert refused("drift", deployment=str(path)) == f"{path}: has no deployment section"
 
@@ -469,9 +470,7 @@ def test_wrong_files(text: str | bytes, message: str, write: Write) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert refused("papr").startswith(
-        "unknown scenario 'papr'; shipped: drift, homogeneous, mooncake, naive, paper;"
-    )
+    assert refused("papr").startswith(f"unknown scenario 'papr'; shipped: {', '.join(NAMES)};")
     assert refused("").startswith("unknown scenario ''")
     assert (
         refused(tmp_path / "no.yaml") == f"{tmp_path / 'no.yaml'}: cannot be read: No such file or directory"

@@ -188,7 +188,9 @@ def test_plan_of_several_sites(name: str, plan_run: Any) -> None:
 
 
 def test_planning_backwards_says_what_it_knows(plan_run: Any) -> None:
-    with pytest.raises(PrfaasError, match="know at most one prfaas cluster and one pd cluster, found 2 and 2"):
+    with pytest.raises(
+        PrfaasError, match="know at most one prfaas cluster and one pd cluster, found 2 and 2"
+    ):
         plan_run("--scenario", "two_regions", "--rate", "3", "--ttft-p90", "6")
 
 

@@ -58,7 +58,9 @@ def test_a_sweep_varies_one_or_two_fields(given: list[str]) -> None:
 
 def test_cells_are_all_combinations_with_numbers_and_texts() -> None:
     study = study_of_options(
-        "paper", [f"{LINK}=5Gbps,10Gbps", "workload.arrivals.rate_rps=1,2.5,3", "measure.horizon_s=60"], ["static"]
+        "paper",
+        [f"{LINK}=5Gbps,10Gbps", "workload.arrivals.rate_rps=1,2.5,3", "measure.horizon_s=60"],
+        ["static"],
     )
     cells = study.cells()
     assert [c.index for c in cells] == list(range(6))
@@ -93,7 +95,9 @@ def test_cases_take_scenarios_deployments_and_fields() -> None:
 
 
 def test_a_faulty_cell_is_named_before_anything_runs() -> None:
-    with pytest.raises(PrfaasError, match=rf"study s, cell {LINK}=-1: .*links\.0\.capacity_bps: .*greater than 0"):
+    with pytest.raises(
+        PrfaasError, match=rf"study s, cell {LINK}=-1: .*links\.0\.capacity_bps: .*greater than 0"
+    ):
         make(vary={LINK: ("5 Gbps", -1)}).cells()
     with pytest.raises(PrfaasError, match=r"cell deployment\.links\.0\.capacty=1: .*unknown field 'capacty'"):
         make(vary={"deployment.links.0.capacty": (1, 2)}).cells()
@@ -115,7 +119,9 @@ def test_a_faulty_cell_is_named_before_anything_runs() -> None:
 def test_wrong_fields_of_a_file_are_one_line(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     content = {"vary": {LINK: ["5 Gbps", "10 Gbps"]}, "policies": ["static"], **fields}
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({"studies": {"one": content}}, default_flow_style=False).replace("!!python", ""))
+    path.write_text(
+        yaml.safe_dump({"studies": {"one": content}}, default_flow_style=False).replace("!!python", "")
+    )
     with pytest.raises(PrfaasError, match=rf"mine\.yaml: studies\.one: .*{message}") as caught:
         read_studies(path)
     assert "\n" not in str(caught.value)

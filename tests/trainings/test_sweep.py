@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -72,12 +73,22 @@ def test_csv_has_a_row_per_cell_policy_and_seed(swept: tuple[Plan, Path]) -> Non
     plan, out = swept
     rows = list(csv.DictReader(SweepResult.of(plan, SweepFolder(out, plan)).csv_text().splitlines()))
     keys = {(r[LINK], r["policy"], int(r["seed"])) for r in rows}
-    assert keys == {(b, p, k) for b in ("5Gbps", "100Gbps") for p in ("static", "earliest_finish") for k in SEEDS}
+    assert keys == {
+        (b, p, k) for b in ("5Gbps", "100Gbps") for p in ("static", "earliest_finish") for k in SEEDS
+    }
     assert len(rows) == 20
     assert {r["scenario_hash"] for r in rows} == {c.scenario.hash for c in plan.cells}
     for seed in SEEDS:  # the link does not move the arrivals
         assert len({r["arrivals_hash"] for r in rows if int(r["seed"]) == seed}) == 1
-    for name in ("ttft_p99_s", "goodput_rps", "egress_mean_bps", "link_use", "rejected", "aborted", "open_at_end"):
+    for name in (
+        "ttft_p99_s",
+        "goodput_rps",
+        "egress_mean_bps",
+        "link_use",
+        "rejected",
+        "aborted",
+        "open_at_end",
+    ):
         assert all(float(r[name]) >= 0 for r in rows)
 
 
@@ -134,7 +145,10 @@ def test_a_stopped_sweep_goes_on_to_the_same_result(swept: tuple[Plan, Path], tm
         (lambda: planned(study(), range(2_000_000, 2_000_006)), r"seeds\.count: 5 there, 6 now"),
         (lambda: planned(study(), range(2_000_001, 2_000_006)), r"seeds\.first: 2000000 there, 2000001 now"),
         (lambda: planned(study("static", "always")), r"policies\.always: null there"),
-        (lambda: planned(study("static:threshold_tokens=9", "earliest_finish")), r"policies\.static:threshold"),
+        (
+            lambda: planned(study("static:threshold_tokens=9", "earliest_finish")),
+            r"policies\.static:threshold",
+        ),
         (
             lambda: planned(study(options=[f"{LINK}=5Gbps,50Gbps", "measure.horizon_s=60"])),
             rf'cells\.1\.cell: "{LINK}=100Gbps" there, "{LINK}=50Gbps" now',
@@ -242,16 +256,21 @@ class OneSiteOnly:
 def test_a_policy_that_does_not_fit_a_cell_is_refused_before_anything_runs() -> None:
     cases = ({"name": "one"}, {"name": "two", "scenario": "two_regions"})
     chosen = Study(name="s", cases=cases, policies=(f"learned={__name__}:OneSiteOnly",))
-    with pytest.raises(PrfaasError, match="cell case=two, policy learned: .*added: pd1.arrivals_valid"):
+    with pytest.raises(PrfaasError, match=r"cell case=two, policy learned: .*added: pd1\.arrivals_valid"):
         planned(chosen)
     with pytest.raises(PrfaasError, match=r"cell case=one, policy learned: .*seed 0 was used to train"):
         prepare(
-            chosen.model_copy(update={"cases": chosen.cases[:1]}), seeds=range(2), split="test", engine="simpy"
+            chosen.model_copy(update={"cases": chosen.cases[:1]}),
+            seeds=range(2),
+            split="test",
+            engine="simpy",
         )
 
 
 def test_a_trace_has_means_without_intervals(runner: EpisodeRunner, tmp_path: Path) -> None:
-    chosen = study_of_options("mooncake", ["measure.horizon_s=30", "transport.pipelining=true,false"], ["static"])
+    chosen = study_of_options(
+        "mooncake", ["measure.horizon_s=30", "transport.pipelining=true,false"], ["static"]
+    )
     plan = planned(chosen)
     folder = SweepFolder(tmp_path / "s", plan)
     run_sweep(plan, folder, runner)
@@ -334,7 +353,9 @@ def test_a_signal_stops_the_processes(tmp_path: Path) -> None:
     command = [sys.executable, str(program), *arguments, "--out", str(out), "--metric", "ttft_mean_s"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
-        while not list(out.glob("cells/0000.json")) and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not list(out.glob("cells/0000.json")) and process.poll() is None and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
@@ -345,7 +366,7 @@ def test_a_signal_stops_the_processes(tmp_path: Path) -> None:
     assert 1 <= len(kept) < 5
     for path in kept:
         json.loads(path.read_text())
-    assert not [p for p in out.rglob("*.tmp")]
+    assert not list(out.rglob("*.tmp"))
 
 
 def test_parallel_cells_are_those_of_one_process(swept: tuple[Plan, Path], tmp_path: Path) -> None:
@@ -364,7 +385,10 @@ def test_parallel_cells_are_those_of_one_process(swept: tuple[Plan, Path], tmp_p
     [
         (["--engine", "magic"], "--engine is 'magic'"),
         (["--study", "link", "--set", "a=1,2"], "--set: belongs to a sweep without --study"),
-        (["--study", "link", "--metric", "nothing"], "study link: metrics: .*unknown figure 'nothing'|unknown figure"),
+        (
+            ["--study", "link", "--metric", "nothing"],
+            "study link: .*unknown figure 'nothing'",
+        ),
         (["--set", "a=1,2", "--first-seed", "5"], "seed 5 is not a test seed"),
         (["--set", "measure.horizon=1,2"], "cell measure.horizon=1: .*unknown field 'horizon'"),
     ],
@@ -373,8 +397,6 @@ def test_wrong_options_are_one_line(arguments: list[str], message: str, tmp_path
     result = CliRunner().invoke(_APP, ["sweep", *arguments, "--out", str(tmp_path / "s")])
     assert isinstance(result.exception, PrfaasError)
     assert "\n" not in str(result.exception)
-    import re
-
     assert re.search(message, str(result.exception)), result.exception
     assert not (tmp_path / "s").exists()
 

@@ -1,4 +1,4 @@
-"""`prfaas train`, `prfaas compare`, `prfaas sweep`, `prfaas demo`. Heavy packages are loaded when a command runs, not before."""
+"""`prfaas train`, `compare`, `sweep` and `demo`. Heavy packages are loaded when a command runs, not before."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def sweep(
         int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the sweep; default runs/sweep-NAME. Goes on with one there.")
+        Path | None,
+        typer.Option(help="Folder of the sweep; default runs/sweep-NAME. Goes on with one there."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start anew: remove the sweep in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
@@ -178,7 +179,9 @@ def sweep(
     else:
         for name, value in (("--scenario", scenario), ("--set", assignments), ("--policy", policy)):
             if value:
-                raise PrfaasError(f"{name}: belongs to a sweep without --study; change the study file instead")
+                raise PrfaasError(
+                    f"{name}: belongs to a sweep without --study; change the study file instead"
+                )
         chosen = sweep_command.from_study(study, seeds, reference, metric)
     folder = out if out is not None else Path("runs") / f"sweep-{chosen.name}"
     again = sweep_command.command_line(

@@ -48,7 +48,9 @@ class Study(Frozen):
     )
     cases: tuple[Case, ...] = ()
     policies: tuple[str, ...] = Field(min_length=1)
-    reference: str | None = Field(default=None, description="label of the policy that differences are taken from")
+    reference: str | None = Field(
+        default=None, description="label of the policy that differences are taken from"
+    )
     seeds: int = Field(default=10, ge=1, description="episodes per cell and policy")
     metrics: tuple[str, ...] = Field(default=DEFAULT_METRICS, min_length=1)
 
@@ -90,7 +92,8 @@ class Study(Frozen):
             PrfaasError: a cell whose scenario is wrong; the message names the cell and the field.
         """
         points: list[list[tuple[str, Case]]] = [
-            [(text_of(v), Case(name=path, set={path: v})) for v in values] for path, values in self.vary.items()
+            [(text_of(v), Case(name=path, set={path: v})) for v in values]
+            for path, values in self.vary.items()
         ]
         if self.cases:
             points.append([(case.name, case) for case in self.cases])
@@ -112,9 +115,7 @@ class Study(Frozen):
             )
         except PrfaasError as error:
             raise PrfaasError(f"study {self.name}, cell {label}: {error}") from None
-        numbers = tuple(
-            _number(scenario, axis) if axis in self.vary else None for axis in self.axes
-        )
+        numbers = tuple(_number(scenario, axis) if axis in self.vary else None for axis in self.axes)
         return Cell(k, label, texts, numbers, scenario)
 
 
@@ -188,7 +189,6 @@ def read_studies(path: Path) -> dict[str, Study]:
 
 def _with_path(study: Study, folder: Path) -> Study:
     """Scenario paths are relative to the study file."""
-
 
     def resolved(scenario: str | None) -> str | None:
         known = scenario is None or scenario in scenario_names() or Path(scenario).is_absolute()

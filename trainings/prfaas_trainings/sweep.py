@@ -243,7 +243,9 @@ class SweepFolder:
                 for label in self._plan.labels
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PrfaasError(f"{file}: is not a finished cell ({error}); remove it to run it again") from None
+            raise PrfaasError(
+                f"{file}: is not a finished cell ({error}); remove it to run it again"
+            ) from None
         if not whole:
             raise PrfaasError(f"{file}: is not the cell {cell.label}; remove it to run it again")
         return outcomes
@@ -286,7 +288,9 @@ def run_sweep(
     for k, outcome in runner.each(jobs):
         cell, r, s = keys[k]
         if isinstance(outcome, Exception):
-            what = str(outcome) if isinstance(outcome, PrfaasError) else f"{type(outcome).__name__}: {outcome}"
+            what = (
+                str(outcome) if isinstance(outcome, PrfaasError) else f"{type(outcome).__name__}: {outcome}"
+            )
             raise PrfaasError(
                 f"cell {cell.label}, policy {plan.labels[r]}, seed {plan.seeds[s]}: {what}"
             ) from outcome
@@ -301,9 +305,7 @@ def _finish(plan: Plan, folder: SweepFolder, cell: Cell, found: dict[tuple[int, 
     for s, seed in enumerate(plan.seeds):
         if len({found[r, s].arrivals_hash for r in range(len(plan.rows))}) > 1:
             raise PrfaasError(f"cell {cell.label}, seed {seed}: the policies met different arrivals")
-    folder.write(
-        cell, [[found[r, s] for s in range(len(plan.seeds))] for r in range(len(plan.rows))]
-    )
+    folder.write(cell, [[found[r, s] for s in range(len(plan.seeds))] for r in range(len(plan.rows))])
 
 
 # ---------------------------------------------------------------------------------------------- results

@@ -14,7 +14,7 @@ from prfaas_env.base import first_error
 from prfaas_trainings import tables
 from prfaas_trainings.episodes import default_jobs, episode_runner
 from prfaas_trainings.progress import ProgressReport
-from prfaas_trainings.seeds import SPLITS, Split, seeds_of
+from prfaas_trainings.seeds import Split, seeds_of
 from prfaas_trainings.study import Cell, Study, load_study, study_of_options
 from prfaas_trainings.sweep import Plan, SweepFolder, SweepResult, prepare, run_sweep, write_results
 
@@ -38,9 +38,7 @@ def from_options(
     )
 
 
-def from_study(
-    spec: str, seeds: int | None, reference: str | None, metrics: Sequence[str] | None
-) -> Study:
+def from_study(spec: str, seeds: int | None, reference: str | None, metrics: Sequence[str] | None) -> Study:
     """A study of a file, with what the command line changes of it."""
     study = load_study(spec)
     try:

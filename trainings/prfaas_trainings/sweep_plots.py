@@ -68,7 +68,9 @@ def _panel(axes: Any, result: SweepResult, cells: Sequence[int], figure: str) ->
     plan, shown = result.plan, _BY_NAME[figure]
     numbers = [plan.cells[c].numbers[0] for c in cells]
     numeric = all(x is not None for x in numbers)
-    places = [float(x) for x in numbers if x is not None] if numeric else [float(k) for k in range(len(cells))]
+    places = (
+        [float(x) for x in numbers if x is not None] if numeric else [float(k) for k in range(len(cells))]
+    )
     order = np.argsort(places)
     means: list[float] = []
     for r, label in enumerate(plan.labels):

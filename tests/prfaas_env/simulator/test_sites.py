@@ -129,7 +129,14 @@ def test_two_sites_apart_equal_two_single_runs(engine: str, spec: str) -> None:
     both = _play(_together(one, worlds), engine, spec)
     for i, single in enumerate(singles):
         mine = both.world.pd_of == i
-        for column in ("route", "prefill_start_ns", "transfer_end_ns", "first_token_ns", "finish_ns", "status"):
+        for column in (
+            "route",
+            "prefill_start_ns",
+            "transfer_end_ns",
+            "first_token_ns",
+            "finish_ns",
+            "status",
+        ):
             found = getattr(both.engine.records, column)[mine]
             assert np.array_equal(found, getattr(single.engine.records, column)), column
     totals, parts = both.engine.totals(), [s.engine.totals() for s in singles]
