@@ -14,7 +14,7 @@ from rich.table import Table
 from prfaas_env.base import PrfaasError
 from prfaas_env.scenarios.loader import load_scenario
 from prfaas_env.scenarios.models import Scenario
-from prfaas_env.theory import Means, Optimum, Sizing, cheapest, plan
+from prfaas_env.theory import Means, Optimum, Sizing, cheapest, plan, plan_sites
 from prfaas_env.workload.means import mean_rate_rps
 
 _EQUATIONS_ONLY = (
@@ -62,7 +62,8 @@ def plan_command(
 ) -> None:
     """Best threshold and prefill/decode split by the paper's throughput model.
 
-    With --rate and --ttft-p90: the cheapest deployment that carries the rate.
+    With several clusters: one plan per PD cluster. With --rate and --ttft-p90: the cheapest deployment that
+    carries the rate.
     """
     resolved = load_scenario(scenario, deployment=deployment, overrides=overrides or ())
     if rate_rps is None and ttft_p90_s is None:
@@ -115,6 +116,9 @@ def _echo_json(content: dict[str, Any]) -> None:
 
 
 def _forwards(scenario: Scenario, means: Means, as_json: bool) -> None:
+    if len(scenario.deployment.prfaas) > 1 or len(scenario.deployment.pd) > 1:
+        _several(scenario, means, as_json)
+        return
     found = plan(scenario, means)
     if as_json:
         deployments = {name: found[name].as_json() if name in found else None for name in _DEPLOYMENTS}
@@ -138,6 +142,41 @@ def _forwards(scenario: Scenario, means: Means, as_json: bool) -> None:
     _print_sources(console, scenario)
 
 
+def _several(scenario: Scenario, means: Means, as_json: bool) -> None:
+    """The plan of every PD cluster, where there is more than one cluster of a kind."""
+    found = plan_sites(scenario, means)
+    limit = min(found, key=lambda site: site.scenario_limit_rps)
+    if as_json:
+        sites = {site.name: {"arrival_share": site.arrival_share, **site.optimum.as_json()} for site in found}
+        total = {"lambda_max_rps": limit.scenario_limit_rps, "limited_by": limit.name}
+        _echo_json(_header(scenario, means) | {"sites": sites, "deployment": total})
+        return
+    console = Console()
+    table = _table(
+        f"{scenario.name}: optimum of the throughput model per PD cluster ({means} means)",
+        *(site.name for site in found),
+    )
+    table.add_row("share of the arrivals", *(f"{site.arrival_share:.1%}" for site in found))
+    for label, cells in _rows([site.optimum for site in found]):
+        table.add_row(label, *cells)
+    rate_rps = mean_rate_rps(scenario.workload)
+    loads = [rate_rps / site.scenario_limit_rps for site in found]
+    table.add_row("load at the scenario's rate", *(f"{load:.0%}" for load in loads))
+    console.print(table)
+    _say(
+        console,
+        f"The whole deployment carries {limit.scenario_limit_rps:.3g} req/s, limited by {limit.name}; the "
+        f"scenario's mean arrival rate is {rate_rps:.3g} req/s, {rate_rps / limit.scenario_limit_rps:.0%} of that.",
+    )
+    _say(
+        console,
+        "Each PD cluster is planned by itself. A PrfaaS cluster with links to several of them is divided in "
+        "proportion to their arrivals, so its instances need not be whole; links are not shared.",
+    )
+    _say(console, "Service TTFT is prefill service time alone: no queue, no transfer.")
+    _print_sources(console, scenario)
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=escape(title), title_justify="left")
     table.add_column("")
@@ -149,7 +188,10 @@ def _table(title: str, *columns: str) -> Table:
 def _rows(points: list[Optimum]) -> list[tuple[str, list[str]]]:
     return [
         ("threshold (tokens)", [_threshold(o) for o in points]),
-        ("PrfaaS / prefill / decode", [f"{o.n_prfaas} / {o.n_prefill} / {o.n_decode}" for o in points]),
+        (
+            "PrfaaS / prefill / decode",
+            [f"{_count(o.n_prfaas)} / {o.n_prefill} / {o.n_decode}" for o in points],
+        ),
         ("Theta PrfaaS (req/s)", [_theta(o.theta_prfaas_rps) for o in points]),
         ("Theta PD-P (req/s)", [_theta(o.theta_pdp_rps) for o in points]),
         ("Theta PD-D (req/s)", [_theta(o.theta_pdd_rps) for o in points]),
@@ -163,6 +205,10 @@ def _rows(points: list[Optimum]) -> list[tuple[str, list[str]]]:
 
 def _theta(value_rps: float) -> str:
     return f"{value_rps:.3f}" if value_rps else "-"
+
+
+def _count(instances: float) -> str:
+    return f"{instances:g}" if float(instances).is_integer() else f"{instances:.2f}"
 
 
 def _threshold(point: Optimum) -> str:

@@ -25,22 +25,50 @@ def check_env_conserves(env: gym.Env[Any, Any], *, steps: int = 500, seed: int =
     inner = env.unwrapped
     assert isinstance(inner, PrfaasEnv)
     env.action_space.seed(seed)
-    observation, _ = env.reset(seed=seed)
+    observation = _check_reset(env.reset(seed=seed))
+    method = "reset()"
     for _ in range(steps):
-        _check_observation(env, observation)
+        check_observation(inner, observation, method)
+        method = "step()"
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
         assert math.isfinite(float(reward)), f"reward is {reward}"
         assert float(reward) == math.fsum(info["reward_terms"].values()), "reward is not the sum of its terms"
         assert not terminated, "the task never ends"
         _check_balance(inner, info)
         if truncated:
-            observation, _ = env.reset()
+            observation, method = _check_reset(env.reset()), "reset()"
+    check_observation(inner, observation, method)
 
 
-def _check_observation(env: gym.Env[Any, Any], observation: Any) -> None:
-    assert observation.dtype == np.float32, f"observation is {observation.dtype}"
-    assert np.isfinite(observation).all(), "observation is not finite"
-    assert env.observation_space.contains(observation), "observation is outside its space"
+def _check_reset(result: Any) -> Any:
+    """The observation of what `reset` gave."""
+    pair = isinstance(result, tuple) and len(result) == 2
+    assert pair and isinstance(result[1], dict), "reset() must give (observation, info dict)"  # noqa: PT018
+    return result[0]
+
+
+def check_observation(env: PrfaasEnv, observation: Any, method: str) -> None:
+    """Assert that an observation is what the space of the env says.
+
+    Raises:
+        AssertionError: names the method that gave it, the field, and the shape and dtype that are expected.
+    """
+    names = env.schema.names
+    expected = f"expected a float32 array of shape ({len(names)},)"
+    assert isinstance(observation, np.ndarray), (
+        f"{method} gave an observation of type {type(observation).__name__}; {expected}"
+    )
+    assert observation.dtype == np.float32, f"{method} gave an observation of {observation.dtype}; {expected}"
+    if observation.shape != (len(names),):
+        n = len(observation) if observation.ndim == 1 else -1
+        where = f": {names[n]} and what follows is missing" if 0 <= n < len(names) else ""
+        more = f": {n - len(names)} values behind {names[-1]}" if n > len(names) else ""
+        raise AssertionError(f"{method} gave shape {observation.shape}; {expected}{where}{more}")
+    for k in np.flatnonzero(~((observation >= 0.0) & (observation <= 1.0))):
+        raise AssertionError(
+            f"{method} gave {names[k]} = {observation[k]}; it must be finite and within 0 and 1"
+        )
+    assert env.observation_space.contains(observation), f"{method} gave an observation outside its space"
 
 
 def _check_balance(env: PrfaasEnv, info: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from prfaas_env.profiles.latency import DecodeProfile, PrefillArrays, PrefillPro
 from prfaas_env.scenarios.loader import load_scenario
 from prfaas_env.scenarios.models import Deployment, Scenario
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, FloatArray, decode_step_s
+from prfaas_env.sites import arrival_shares, sites_of
 from prfaas_env.workload.laws import LengthLaw
 from prfaas_env.workload.means import input_law, mean_output_tokens
 
@@ -152,7 +153,7 @@ class Optimum:
     """
 
     threshold_tokens: float
-    n_prfaas: int
+    n_prfaas: float
     n_prefill: int
     n_decode: int
     theta_prfaas_rps: float
@@ -170,6 +171,15 @@ class Optimum:
             key: None if isinstance(value, float) and math.isinf(value) else value
             for key, value in asdict(self).items()
         }
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """PrfaaS instances with one prefill profile behind one link; a part of a shared cluster need not be whole."""
+
+    prefill: PrefillProfile
+    n_prfaas: float
+    link_bps: float
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,16 @@ def _kv_bits(kv: KVLayout, tokens: FloatArray) -> FloatArray:
     return BITS_PER_BYTE * kv.transfer_bytes_array(whole).astype(np.float64)
 
 
+def _remote_s(
+    lengths: LengthLaw, remote: PrefillProfile, t: FloatArray, share: FloatArray, means: Means
+) -> FloatArray:
+    """Prefill time of an offloaded request by threshold, shape (n_thresholds,); of no meaning where none goes."""
+    goes = share > 0.0
+    if means == "representative":
+        return remote.seconds_array(np.where(goes, lengths.mean_above(t), 0.0))
+    return lengths.partial_expectation(remote.seconds_array, t)[0] / np.where(goes, share, 1.0)
+
+
 def _demand(
     lengths: LengthLaw,
     remote: PrefillProfile | None,
@@ -210,16 +230,14 @@ def _demand(
     first = np.concatenate([[True], share[1:] != share[:-1]])
     t, share = thresholds_tokens[first], share[first]
     goes, stays = share > 0.0, share < 1.0
-    none = np.full(len(t), np.inf)
+    remote_s = np.full(len(t), np.inf) if remote is None else _remote_s(lengths, remote, t, share, means)
     if means == "representative":
         l_long = np.where(goes, lengths.mean_above(t), 0.0)
         l_short = np.where(stays, lengths.mean_below(t), 0.0)
-        remote_s = none if remote is None else remote.seconds_array(l_long)
         local_s = local.seconds_array(l_short)
         bits = _kv_bits(kv, l_long)
     else:
         p, rest = np.where(goes, share, 1.0), np.where(stays, 1.0 - share, 1.0)
-        remote_s = none if remote is None else lengths.partial_expectation(remote.seconds_array, t)[0] / p
         local_s = lengths.partial_expectation(local.seconds_array, t)[1] / rest
         bits = lengths.partial_expectation(lambda tokens: _kv_bits(kv, tokens), t)[0] / p
     return _Demand(
@@ -246,13 +264,14 @@ def search(
     local: PrefillProfile,
     decode: DecodeProfile,
     kv: KVLayout,
-    n_prfaas: int,
+    n_prfaas: float,
     n_local: int,
     link_bps: float,
     output_tokens_mean: float,
     splits: Sequence[int] | None = None,
     thresholds_tokens: FloatArray = THRESHOLDS_TOKENS,
     means: Means = "representative",
+    more: Sequence[RemotePath] = (),
 ) -> Optimum:
     """Best threshold and split of `n_local` instances: the paper's exhaustive 2-D search (section 3.4).
 
@@ -274,11 +293,13 @@ def search(
         splits: numbers of prefill instances to consider; default 1 to n_local - 1.
         thresholds_tokens: thresholds to consider, shape (n,); a request goes remote when it is longer.
         means: the paper's representative lengths, or true mean service times.
+        more: further remote paths. Each offloaded request takes one of them, so their Thetas (equation 3) add up.
+            Service TTFT counts the first path's profile alone.
 
     Raises:
         PrfaasError: counts, rates or lengths that make no sense.
     """
-    if n_prfaas == 0:
+    if n_prfaas == 0 and not more:
         thresholds_tokens = np.array([np.inf])
     n_prefill = _legal_splits(n_local, splits)
     if n_prfaas < 0 or (n_prfaas > 0 and remote is None):
@@ -295,6 +316,10 @@ def search(
         theta_prfaas_rps(n_prfaas, demand.remote_s[:, None], link_bps, demand.remote_bits[:, None]),
         0.0,
     )
+    for path in more:
+        seconds = _remote_s(lengths, path.prefill, demand.threshold_tokens, demand.share, means)
+        theta = theta_prfaas_rps(path.n_prfaas, seconds[:, None], path.link_bps, demand.remote_bits[:, None])
+        theta_remote = theta_remote + np.where(p > 0.0, theta, 0.0)
     theta_local = np.where(p < 1.0, theta_pdp_rps(n_prefill[None, :], demand.local_s[:, None]), 0.0)
     theta_decode = (n_local - n_prefill) * decode_instance_rps(decode, lengths.mean, output_tokens_mean)
     limit = lambda_max_rps(theta_remote, theta_local, theta_decode[None, :], p)
@@ -302,7 +327,7 @@ def search(
     threshold, share = float(demand.threshold_tokens[i]), float(demand.share[i])
     return Optimum(
         threshold_tokens=threshold,
-        n_prfaas=n_prfaas,
+        n_prfaas=n_prfaas + sum(path.n_prfaas for path in more),
         n_prefill=int(n_prefill[j]),
         n_decode=n_local - int(n_prefill[j]),
         theta_prfaas_rps=float(theta_remote[i, 0]),
@@ -313,6 +338,26 @@ def search(
         offload_share=share,
         service_ttft_mean_s=service_ttft_mean_s(lengths, remote, local, threshold),
         service_ttft_p90_s=float(service_ttft_quantile_s(lengths, remote, local, threshold, 0.9)),
+    )
+
+
+def search_paths(lengths: LengthLaw, paths: Sequence[RemotePath], **arguments: Any) -> Optimum:
+    """`search` over any number of remote paths, none included.
+
+    Args:
+        lengths: law of the incremental input length.
+        paths: remote paths; one without instances is left out.
+        arguments: further ones of `search`.
+    """
+    used = [path for path in paths if path.n_prfaas > 0.0]
+    first = used[0] if used else None
+    return search(
+        lengths,
+        remote=None if first is None else first.prefill,
+        n_prfaas=0 if first is None else first.n_prfaas,
+        link_bps=0.0 if first is None else first.link_bps,
+        more=used[1:],
+        **arguments,
     )
 
 
@@ -483,8 +528,8 @@ def _site(scenario: Scenario, deployment: Deployment, link_bps: float | None = N
     """
     if len(deployment.prfaas) > 1 or len(deployment.pd) > 1:
         raise PrfaasError(
-            f"scenario {scenario.name}: plan supports at most one prfaas cluster and one pd cluster, "
-            f"found {len(deployment.prfaas)} and {len(deployment.pd)}"
+            f"scenario {scenario.name}: planning backwards and the paper's baselines know at most one prfaas "
+            f"cluster and one pd cluster, found {len(deployment.prfaas)} and {len(deployment.pd)}"
         )
     pd = deployment.pd[0]
     local = scenario.hardware_of(pd)
@@ -503,6 +548,54 @@ def _site(scenario: Scenario, deployment: Deployment, link_bps: float | None = N
         link_bps=own_bps if link_bps is None else link_bps,
         splits=range(max(1, pd.prefill_floor), n_local - pd.min_decode + 1),
     )
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The equations' answer for one PD cluster of a deployment with several clusters.
+
+    `arrival_share` is its part of the scenario's arrivals; `optimum.n_prfaas` the PrfaaS instances that count for
+    it, each shared cluster divided in proportion to arrivals, and need not be whole.
+    """
+
+    name: str
+    arrival_share: float
+    optimum: Optimum
+
+    @property
+    def scenario_limit_rps(self) -> float:
+        """Arrival rate of the whole scenario at which this PD cluster is full; infinite without arrivals here."""
+        return self.optimum.lambda_max_rps / self.arrival_share if self.arrival_share > 0 else math.inf
+
+
+def plan_sites(scenario: Scenario, means: Means = "representative") -> tuple[SitePlan, ...]:
+    """Best threshold and split of every PD cluster, each planned by itself on its part of the remote side.
+
+    See `prfaas_env.sites` for how a shared PrfaaS cluster is divided. A PD cluster without arrivals has no part.
+    The deployment as a whole carries the smallest `scenario_limit_rps`. With one cluster of each kind this is
+    `plan`'s "prfaas".
+    """
+    lengths, output_tokens = input_law(scenario.workload), mean_output_tokens(scenario.workload)
+    plans = []
+    for site, share in zip(sites_of(scenario), arrival_shares(scenario.deployment), strict=True):
+        paths = [
+            RemotePath(r.prefill, r.cluster.n_instances * r.share, r.link.capacity_bps)
+            for r in site.routes
+            if r.share > 0.0
+        ]
+        optimum = search_paths(
+            lengths,
+            paths,
+            local=site.prefill,
+            decode=site.decode,
+            kv=scenario.model.kv,
+            n_local=site.cluster.n_prefill + site.cluster.n_decode,
+            output_tokens_mean=output_tokens,
+            splits=site.splits,
+            means=means,
+        )
+        plans.append(SitePlan(site.cluster.name, share, optimum))
+    return tuple(plans)
 
 
 def plan(scenario: Scenario, means: Means = "representative") -> dict[str, Optimum]:

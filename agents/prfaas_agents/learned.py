@@ -12,7 +12,7 @@ import torch
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from prfaas_agents.ppo import policy_kwargs
-from prfaas_agents.record import PolicyRecord, check_schema, read_record, resolve
+from prfaas_agents.record import PolicyRecord, check_fits, read_record, resolve
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision, Move
 from prfaas_env.policy import PolicyContext
@@ -55,7 +55,8 @@ class LearnedPolicy:
 
     Raises:
         PrfaasError: no such file, a file that does not fit its record; in `reset`: other telemetry than the
-            policy was trained on (the fields are named), or a control interval that does not divide its own.
+            policy was trained on (the fields are named), links that join other clusters (they are named), or a
+            control interval that does not divide its own.
     """
 
     constant = False
@@ -89,7 +90,7 @@ class LearnedPolicy:
 
     def reset(self, context: PolicyContext) -> None:
         """Start an episode; refuses a deployment that it does not fit."""
-        check_schema(self.record, context.schema, self.file)
+        check_fits(self.record, context, self.file)
         control_ns = ns_from_s(context.scenario.control.control_interval_s)
         if self._interval_ns % control_ns:
             raise PrfaasError(

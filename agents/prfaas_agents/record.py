@@ -12,6 +12,8 @@ from pydantic import ValidationError
 
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import ActionCodec, ActionForm, Routing
+from prfaas_env.policy import PolicyContext
+from prfaas_env.sites import link_difference, link_pairs
 from prfaas_env.telemetry import SCHEMA_VERSION, Field, TelemetrySchema
 
 POLICY_FILE = "policy.zip"
@@ -92,6 +94,8 @@ class PolicyRecord(Frozen):
     format: Literal[1] = 1
     algorithm: Literal["ppo"] = "ppo"
     telemetry: TelemetryRecord
+    links: tuple[tuple[int, int], ...] | None = None
+    """(PrfaaS cluster, PD cluster) that each link joined, by place; None where it was not kept."""
     action: CodecRecord
     decision_interval_s: float
     hidden: tuple[int, ...]
@@ -140,10 +144,14 @@ def read_record(file: Path) -> PolicyRecord:
     return record
 
 
-def check_schema(record: PolicyRecord, schema: TelemetrySchema, file: Path) -> None:
-    """Refuse a policy that was trained on another observation; the message names the fields."""
-    difference = schema.difference(record.telemetry.as_schema())
+def check_fits(record: PolicyRecord, context: PolicyContext, file: Path) -> None:
+    """Refuse a policy that was trained on another observation; the message names the fields or links."""
+    difference = context.schema.difference(record.telemetry.as_schema())
     if difference:
         raise PrfaasError(
             f"policy {file}: trained on other telemetry than this deployment and version give: {difference}"
         )
+    pairs = link_pairs(context.scenario.deployment)
+    difference = link_difference(pairs, pairs if record.links is None else record.links)
+    if difference:
+        raise PrfaasError(f"policy {file}: trained on other links than this deployment has: {difference}")

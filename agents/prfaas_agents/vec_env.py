@@ -17,6 +17,7 @@ from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ActionCodec
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.formulas import FloatArray
+from prfaas_env.sites import link_difference, link_pairs
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
 from prfaas_env.vector import PrfaasVectorEnv
 
@@ -295,14 +296,18 @@ def _check_fit(batches: Sequence[PrfaasVectorEnv]) -> None:
                 f"batched env of scenario {batch.scenario.name}: autoreset_mode is "
                 f"{batch.autoreset_mode.value!r}; it must be {AutoresetMode.SAME_STEP.value!r}"
             )
-        for what, own, wanted in (
-            ("observes", batch.schema.names, first.schema.names),
-            ("acts by", batch.codec, first.codec),
+        for what, difference in (
+            ("observes", batch.schema.difference(first.schema)),
+            ("acts by", "" if batch.codec == first.codec else f"{batch.codec}, not {first.codec}"),
+            (
+                "observes",
+                link_difference(link_pairs(batch.scenario.deployment), link_pairs(first.scenario.deployment)),
+            ),
         ):
-            if own != wanted:
+            if difference:
                 raise PrfaasError(
                     f"scenario {batch.scenario.name} {what} other things than {first.scenario.name}: "
-                    "one vec env needs equal observations and actions"
+                    f"one vec env needs equal observations and actions: {difference}"
                 )
 
 

@@ -14,7 +14,6 @@ from prfaas_baselines.planning import (
     Reading,
     prefill_limit_rps,
     proposal_for,
-    sites_of,
 )
 from prfaas_env.decision import (
     THRESHOLD_MAX_TOKENS,
@@ -25,6 +24,7 @@ from prfaas_env.decision import (
     Move,
 )
 from prfaas_env.policy import PolicyContext
+from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 from prfaas_env.theory import Optimum
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
 from prfaas_baselines.parameters import knob, number, parameter_table, parameters_from
-from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for, sites_of
+from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
+from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from prfaas_baselines.parameters import number
-from prfaas_baselines.planning import Planner, PlanningParameters, sites_of
+from prfaas_baselines.planning import Planner, PlanningParameters
 from prfaas_env.decision import ClusterDecision, Decision
 from prfaas_env.policy import PolicyContext
+from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 
 

@@ -1,8 +1,8 @@
 """The paper's throughput model fed with what telemetry shows: thresholds, splits and loads of one PD cluster.
 
-Each PD cluster is planned by itself. Its remote side is the sum over its links: their capacities add up, and of
-each PrfaaS cluster it counts the part that its arrival share gives it among the PD clusters linked there.
-All remote instances are taken to have the prefill profile of the first PrfaaS cluster linked.
+Each PD cluster is planned by itself. Every link of it is a remote path of its own with the instances of the PrfaaS
+cluster behind it; of a PrfaaS cluster that several PD clusters are linked to it counts the part that its arrivals
+give it among them (`prfaas_env.sites`): by the scenario's plan, or as measured at the doors over 120 s.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from prfaas_baselines.parameters import knob
 from prfaas_env.base import Frozen
 from prfaas_env.decision import Move
 from prfaas_env.prediction import PathState, first_token_s
-from prfaas_env.profiles.latency import DecodeProfile, PrefillProfile
-from prfaas_env.scenarios.models import PdCluster, Scenario
+from prfaas_env.profiles.latency import PrefillProfile
+from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, FloatArray, IntArray, decode_step_s
-from prfaas_env.telemetry import Telemetry
-from prfaas_env.theory import THRESHOLDS_TOKENS, Optimum, path_limit_rps, search
+from prfaas_env.sites import RemoteRoute, Site, share_of
+from prfaas_env.telemetry import LONG_WINDOW_S, Telemetry
+from prfaas_env.theory import THRESHOLDS_TOKENS, Optimum, RemotePath, path_limit_rps, search_paths
 from prfaas_env.workload.laws import LengthLaw, empirical_law
 from prfaas_env.workload.means import input_law, mean_output_tokens
 
@@ -41,6 +42,12 @@ class PlanningParameters(Frozen):
     link_basis: Literal["observed", "nominal"] = knob(
         "observed", "-", "which capacity of the link counts as present", _PROFILE_OPEN
     )
+    share_basis: Literal["planned", "measured"] = knob(
+        "planned",
+        "-",
+        "arrivals by which a PrfaaS cluster is divided between PD clusters: the scenario's, or those of 120 s",
+        "3.4: several PD clusters are allowed in words, without a rule",
+    )
     min_lengths: int = knob(
         50, "requests", "recent lengths needed before they replace the planned law", _PROFILE_OPEN, ge=1
     )
@@ -57,48 +64,8 @@ class PlanningParameters(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What is fixed of one PD cluster and of the remote side it can reach.
-
-    `links` and `prfaas` are places in the deployment, in the order of its links; `prfaas_share[k]` is the part
-    of PrfaaS cluster `prfaas[k]` that counts for this PD cluster.
-    """
-
-    index: int
-    cluster: PdCluster
-    links: tuple[int, ...]
-    prfaas: tuple[int, ...]
-    prfaas_share: tuple[float, ...]
-    remote: PrefillProfile | None
-    local: PrefillProfile
-    decode: DecodeProfile
-
-
-def sites_of(scenario: Scenario) -> tuple[Site, ...]:
-    """One `Site` per PD cluster, in the order of the deployment."""
-    deployment = scenario.deployment
-    pd_of = {cluster.name: cluster for cluster in deployment.pd}
-    prfaas_index = {cluster.name: j for j, cluster in enumerate(deployment.prfaas)}
-    sites = []
-    for i, cluster in enumerate(deployment.pd):
-        local = scenario.hardware_of(cluster)
-        assert local.decode is not None  # a scenario refuses a PD cluster that cannot decode
-        links = tuple(k for k, link in enumerate(deployment.links) if link.pd == cluster.name)
-        prfaas = tuple(prfaas_index[deployment.links[k].prfaas] for k in links)
-        shares = []
-        for j in prfaas:
-            name = deployment.prfaas[j].name
-            rivals = [pd_of[link.pd].arrival_share for link in deployment.links if link.prfaas == name]
-            total = sum(rivals)
-            shares.append(cluster.arrival_share / total if total > 0 else 1.0 / len(rivals))
-        remote = scenario.hardware_of(deployment.prfaas[prfaas[0]]).prefill if prfaas else None
-        sites.append(Site(i, cluster, links, prfaas, tuple(shares), remote, local.prefill, local.decode))
-    return tuple(sites)
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
-    """Present capacity and load of one PD cluster. `n_prfaas` need not be whole.
+    """Present capacity and load of one PD cluster. `paths` has one entry per link, in the order of the site.
 
     `prefill_demand_rps` is the arrival rate plus what waits for a prefill, spread over the time to clear it;
     `decode_backlog_rps` is what waits for decode, spread likewise.
@@ -107,8 +74,7 @@ class Reading:
     n_prefill: int
     n_decode: int
     n_converting: int
-    n_prfaas: float
-    link_bps: float
+    paths: tuple[RemotePath, ...]
     prefill_demand_rps: float
     decode_backlog_rps: float
     output_tokens_mean: float
@@ -119,6 +85,16 @@ class Reading:
     def n_local(self) -> int:
         """Local instances in service, those in conversion included."""
         return self.n_prefill + self.n_decode + self.n_converting
+
+    @property
+    def n_prfaas(self) -> float:
+        """Remote instances that count for the cluster; need not be whole."""
+        return sum(path.n_prfaas for path in self.paths)
+
+    @property
+    def link_bps(self) -> float:
+        """Capacity of all its links together."""
+        return sum(path.link_bps for path in self.paths)
 
     def prefill_load(self, point: Optimum) -> float:
         """Prefill demand over what both prefill paths of a point take together."""
@@ -166,17 +142,15 @@ class Planner:
 
     def planned(self) -> Reading:
         """The start of the scenario under its planned load: nominal links, full PrfaaS clusters."""
-        deployment = self._scenario.deployment
         site = self.site
         return Reading(
             n_prefill=site.cluster.n_prefill,
             n_decode=site.cluster.n_decode,
             n_converting=0,
-            n_prfaas=sum(
-                deployment.prfaas[j].n_instances * share
-                for j, share in zip(site.prfaas, site.prfaas_share, strict=True)
+            paths=tuple(
+                RemotePath(r.prefill, r.cluster.n_instances * r.share, r.link.capacity_bps)
+                for r in site.routes
             ),
-            link_bps=sum(deployment.links[k].capacity_bps for k in site.links),
             prefill_demand_rps=0.0,
             decode_backlog_rps=0.0,
             output_tokens_mean=self._output_mean(),
@@ -195,8 +169,14 @@ class Planner:
             n_prefill=int(pd.prefill_instances),
             n_decode=int(pd.decode_instances),
             n_converting=int(pd.converting_instances),
-            n_prfaas=self.remote_instances(telemetry),
-            link_bps=self.link_capacity_bps(telemetry),
+            paths=tuple(
+                RemotePath(
+                    r.prefill,
+                    telemetry.prfaas[r.j].prefill_instances * self.share(telemetry, r),
+                    self._capacity_bps(telemetry, r),
+                )
+                for r in self.site.routes
+            ),
             prefill_demand_rps=prefill_rps,
             decode_backlog_rps=pd.decode_queue_requests / clear_s,
             output_tokens_mean=self._output_mean(),
@@ -204,28 +184,35 @@ class Planner:
             recent_tokens=recent,
         )
 
+    def share(self, telemetry: Telemetry, route: RemoteRoute) -> float:
+        """Part of the PrfaaS cluster behind a link that counts for this PD cluster now, by `share_basis`."""
+        if self._parameters.share_basis == "planned":
+            return route.share
+        rivals = [telemetry.pd[i] for i in route.rivals]
+        rates = [pd.arrival_rate_120s_rps for pd in rivals]
+        if sum(rates) * LONG_WINDOW_S < self._parameters.min_lengths:
+            return route.share
+        return share_of(rates, route.rivals.index(self.site.index))
+
     def remote_instances(self, telemetry: Telemetry) -> float:
         """Remote instances in service that count for this cluster."""
         clusters = telemetry.prfaas
-        return sum(
-            clusters[j].prefill_instances * share
-            for j, share in zip(self.site.prfaas, self.site.prfaas_share, strict=True)
-        )
+        return sum(clusters[r.j].prefill_instances * self.share(telemetry, r) for r in self.site.routes)
 
     def remote_waiting(self, telemetry: Telemetry) -> float:
         """Requests in remote queues that count for this cluster."""
         clusters = telemetry.prfaas
-        return sum(
-            clusters[j].prefill_queue_requests * share
-            for j, share in zip(self.site.prfaas, self.site.prfaas_share, strict=True)
-        )
+        return sum(clusters[r.j].prefill_queue_requests * self.share(telemetry, r) for r in self.site.routes)
+
+    def _capacity_bps(self, telemetry: Telemetry, route: RemoteRoute) -> float:
+        link = telemetry.link[route.k]
+        if self._parameters.link_basis == "nominal":
+            return link.nominal_capacity_bps
+        return link.observed_capacity_bps
 
     def link_capacity_bps(self, telemetry: Telemetry) -> float:
         """Capacity of all links together, observed or nominal by `link_basis`."""
-        links = telemetry.link
-        if self._parameters.link_basis == "nominal":
-            return sum(links[k].nominal_capacity_bps for k in self.site.links)
-        return sum(links[k].observed_capacity_bps for k in self.site.links)
+        return sum(self._capacity_bps(telemetry, r) for r in self.site.routes)
 
     def link_utilisation(self, telemetry: Telemetry) -> float:
         """Bits sent over 5 s as a share of `link_capacity_bps`, all links together, at most 1; 0 without links."""
@@ -251,16 +238,13 @@ class Planner:
     def _search(
         self, reading: Reading, n_local: int, splits: tuple[int, ...], thresholds_tokens: FloatArray
     ) -> Optimum:
-        return search(
+        return search_paths(
             reading.lengths,
-            remote=self.site.remote,
-            local=self.site.local,
+            reading.paths,
+            local=self.site.prefill,
             decode=self.site.decode,
             kv=self._scenario.model.kv,
-            # A part of a shared cluster need not be whole.
-            n_prfaas=reading.n_prfaas,  # type: ignore[arg-type]
             n_local=n_local,
-            link_bps=reading.link_bps,
             output_tokens_mean=reading.output_tokens_mean,
             splits=splits,
             thresholds_tokens=thresholds_tokens,
@@ -301,27 +285,26 @@ class Planner:
 
         Local nodes are taken to be there: a cluster without local prefill can convert one.
         """
-        scenario, site, kv = self._scenario, self.site, self._scenario.model.kv
-        links = [scenario.deployment.links[k] for k in site.links]
-        layers = kv.n_layers if scenario.transport.pipelining else 1
+        site, kv = self.site, self._scenario.model.kv
+        layers = kv.n_layers if self._scenario.transport.pipelining else 1
         tokens = reading.recent_tokens
         bits = (BITS_PER_BYTE * kv.transfer_bytes_array(tokens)).tolist()
         step_s = [self._step_s(length) for length in tokens.tolist()]
         idle = PathState(0.0, 1, 1, 0.0)
         cluster = site.cluster
-        out = [
+        best = [
             first_token_s(idle, s, b, b / cluster.rdma_bps + cluster.rdma_latency_s, layers, step)
-            for s, b, step in zip(_seconds(site.local, tokens), bits, step_s, strict=True)
+            for s, b, step in zip(_seconds(site.prefill, tokens), bits, step_s, strict=True)
         ]
-        if site.remote is None or reading.n_prfaas <= 0.0:
-            return out
-        path = PathState(0.0, 1, 1, 0.0, 0.0, reading.link_bps / len(links))
-        latency_s = min(link.latency_s for link in links)
-        remote = [
-            first_token_s(path, s, b, latency_s, layers, step)
-            for s, b, step in zip(_seconds(site.remote, tokens), bits, step_s, strict=True)
-        ]
-        return [min(pair) for pair in zip(out, remote, strict=True)]
+        for route, path in zip(site.routes, reading.paths, strict=True):
+            if path.n_prfaas > 0.0:
+                state = PathState(0.0, 1, 1, 0.0, 0.0, path.link_bps)
+                remote = [
+                    first_token_s(state, s, b, route.link.latency_s, layers, step)
+                    for s, b, step in zip(_seconds(path.prefill, tokens), bits, step_s, strict=True)
+                ]
+                best = [min(pair) for pair in zip(best, remote, strict=True)]
+        return best
 
     def idle_step_s(self, reading: Reading) -> float:
         """Decode step of a lone sequence of mean length."""

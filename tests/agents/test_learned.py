@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from prfaas_agents.learned import LearnedPolicy
-from prfaas_agents.record import CodecRecord, TelemetryRecord, TrainedOn, check_schema, read_record
+from prfaas_agents.ppo import make_ppo
+from prfaas_agents.record import CodecRecord, TelemetryRecord, TrainedOn, check_fits, read_record
+from prfaas_agents.settings import PpoSettings
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ActionCodec, Decision, Move
 from prfaas_env.policy import PolicyContext, make_policy
@@ -23,6 +27,8 @@ from prfaas_env.simulator.world import scenario_schema
 from prfaas_env.telemetry import PD_FIELDS, Telemetry, TelemetrySchema
 
 from .conftest import SHORT, make_model
+
+REGIONS = load_scenario("two_regions", overrides=["measure.horizon_s=60"])
 
 Save = Callable[..., Path]
 
@@ -141,6 +147,60 @@ def test_a_deployment_with_other_telemetry_is_refused_by_field(untrained: PPO, s
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["two_regions", "shared_prfaas"])
+def test_a_policy_of_one_site_is_refused_at_several(untrained: PPO, save: Save, name: str) -> None:
+    """And the other way round: the message names the groups of fields that have come or gone."""
+    path = save(untrained)
+    several, one = load_scenario(name), scenario_schema(SHORT)
+    with pytest.raises(PrfaasError, match=r"other telemetry .*: added: pd1\.arrivals_valid, .* and \d+ more"):
+        _reset(LearnedPolicy(path), several)
+    schema = scenario_schema(several)
+    extra = len(schema) - len(one)
+    record = TelemetryRecord.of(schema)
+    assert one.difference(record.as_schema()).startswith("removed: pd1.arrivals_valid, ")
+    assert f"and {extra - 5} more" in one.difference(record.as_schema())
+
+
+def _at_regions(**changes: Any) -> Any:
+    return {
+        "telemetry": TelemetryRecord.of(scenario_schema(REGIONS)),
+        "action": CodecRecord(n_pd=2, routing="margin", form="discrete"),
+        "links": ((0, 0), (0, 1), (1, 0), (1, 1)),
+        "decision_interval_s": 1.0,
+        **changes,
+    }
+
+
+def test_a_policy_of_several_sites_decides_for_each(save: Save) -> None:
+    """An untrained one is earliest finish everywhere; a loud one differs between the clusters."""
+    env = DummyVecEnv(
+        [lambda: gym.make("PrfaaS-v0", scenario=REGIONS, routing="margin", disable_env_checker=True)]
+    )
+    settings = PpoSettings(hidden=(16,), n_steps=16, batch_size=16, n_epochs=1)
+    model = make_ppo(env, ActionCodec(2, "margin", "discrete"), settings, 0)
+    path = save(model, **_at_regions())
+    found = simulate(REGIONS, LearnedPolicy(path), seed=3).metrics
+    assert found == simulate(REGIONS, make_policy("earliest_finish"), seed=3).metrics
+    recorder = Recorder(LearnedPolicy(save(loud(model), **_at_regions())))
+    simulate(REGIONS, recorder, seed=3)
+    assert {len(decision.clusters) for _, decision in recorder.said} == {2}
+    assert any(d.clusters[0].margin_s != d.clusters[1].margin_s for _, d in recorder.said)
+    for telemetry, decision in recorder.said:
+        assert all(telemetry.legal_moves[i][c.move] for i, c in enumerate(decision.clusters))
+
+
+def test_links_between_other_clusters_are_refused_by_name(untrained: PPO, save: Save) -> None:
+    """As many clusters and links, so the same fields; but link1 and link2 have changed places."""
+    record = read_record(save(untrained, **_at_regions(links=((0, 0), (1, 0), (0, 1), (1, 1)))))
+    context = PolicyContext(REGIONS, scenario_schema(REGIONS), 0)
+    with pytest.raises(
+        PrfaasError, match=r"other links .*: link1 joins prfaas0 and pd1, was prfaas1 and pd0; link2"
+    ):
+        check_fits(record, context, Path("policy.zip"))
+    check_fits(read_record(save(untrained, **_at_regions())), context, Path("policy.zip"))
+    check_fits(read_record(save(untrained, **_at_regions(links=None))), context, Path("policy.zip"))
+
+
 def test_a_field_that_has_gone_or_come_is_named(untrained: PPO, save: Save) -> None:
     schema = scenario_schema(SHORT)
     old = TelemetrySchema(1, 1, 1)
@@ -237,7 +297,7 @@ def test_what_it_says_of_itself(untrained: PPO, save: Save) -> None:
     assert policy.seen_seeds == ((0, 1_000_000), (1_000_000, 1_000_004))
     assert policy.seen_slices == (("bundled:a.jsonl", 0.0, 1200.0),)
     assert policy.fingerprint == read_record(path).weights_sha256[:12]
-    check_schema(policy.record, scenario_schema(SHORT), path)
+    check_fits(policy.record, PolicyContext(SHORT, scenario_schema(SHORT), 0), path)
 
 
 def test_saving_leaves_two_whole_files(untrained: PPO, save: Save) -> None:

@@ -131,6 +131,33 @@ def test_several_scenarios_side_by_side() -> None:
     assert together.arrays["time_s"].tolist() == [3.0, 3.0, 14.0, 14.0, 14.0]
 
 
+@pytest.mark.parametrize("name", ["two_regions", "shared_prfaas"])
+def test_several_sites_play_what_the_scalar_envs_play(name: str) -> None:
+    """Spaces, masks, rewards and figures at the end, for two envs over an episode and the start of the next."""
+    scenario = load_scenario(name, overrides=["measure.horizon_s=20", "control.conversion_interval_s=5"])
+    batched = make_batched_vec_env([scenario], 2, routing="margin")
+    scalar = DummyVecEnv(
+        [
+            lambda: gym.make("PrfaaS-v0", scenario=scenario, routing="margin", disable_env_checker=True)
+            for _ in range(2)
+        ]
+    )
+    assert batched.observation_space == scalar.observation_space
+    assert batched.action_space == scalar.action_space
+    batched.seed(5)
+    scalar.seed(5)
+    assert np.array_equal(batched.reset(), scalar.reset())
+    for actions in random_actions(batched, 25):
+        masks = [batched.env_method("action_masks"), scalar.env_method("action_masks")]
+        assert np.array_equal(*masks)
+        one, other = batched.step(actions), scalar.step(actions)
+        for mine, theirs in zip(one[:3], other[:3], strict=True):
+            assert np.array_equal(mine, theirs)
+        for mine, theirs in zip(one[3], other[3], strict=True):
+            assert mine.get("episode_metrics") == theirs.get("episode_metrics")
+            assert mine["invalid_moves"] == theirs["invalid_moves"]
+
+
 @pytest.mark.parametrize(
     ("weights", "n", "expected"),
     [
@@ -234,8 +261,17 @@ def test_batches_that_do_not_fit_are_named() -> None:
         PrfaasError, match="scenario paper: autoreset_mode is 'NextStep'; it must be 'SameStep'"
     ):
         BatchedVecEnv(PrfaasVectorEnv(2, scenario=SHORT))
-    with pytest.raises(PrfaasError, match="scenario homogeneous observes other things than paper"):
+    with pytest.raises(
+        PrfaasError,
+        match=r"scenario homogeneous observes other things than paper: .*removed: prfaas0\.prefill_queue_requests",
+    ):
         BatchedVecEnv([one, PrfaasVectorEnv(1, **{**same, "scenario": "homogeneous"})])
+    swapped = load_scenario("two_regions").model_dump(mode="json")
+    swapped["deployment"]["links"].reverse()
+    with pytest.raises(
+        PrfaasError, match=r"observes other .*: link0 joins prfaas1 and pd1, was prfaas0 and pd0"
+    ):
+        make_batched_vec_env(["two_regions", Scenario.model_validate(swapped)], 2)
     with pytest.raises(PrfaasError, match="scenario paper acts by other things than paper"):
         BatchedVecEnv([one, PrfaasVectorEnv(1, **same, routing="margin")])
     with pytest.raises(PrfaasError, match="at least one seed"):

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from prfaas_baselines.planning import Planner, PlanningParameters, prefill_limit_rps, sites_of
+from prfaas_baselines.planning import Planner, PlanningParameters, prefill_limit_rps
 from prfaas_env.scenarios.loader import load_scenario
+from prfaas_env.sites import sites_of
 
 PAPER = load_scenario("paper")
 
@@ -19,11 +20,12 @@ def planner(scenario=PAPER, index=0, **parameters) -> Planner:
 
 def test_sites_share_prfaas_clusters_by_arrivals(three_sites) -> None:
     a, b, c = sites_of(three_sites)
-    assert (a.links, a.prfaas) == ((0, 1), (0, 1))
-    assert a.prfaas_share == pytest.approx((2 / 3, 1.0))  # weights 2 and 1 at east, alone at west
-    assert (b.links, b.prfaas) == ((2,), (0,))
-    assert b.prfaas_share == pytest.approx((1 / 3,))
-    assert (c.links, c.remote) == ((), None)
+    assert (a.links, [r.j for r in a.routes]) == ((0, 1), [0, 1])
+    # weights 2 and 1 at east, alone at west
+    assert [r.share for r in a.routes] == pytest.approx([2 / 3, 1.0])
+    assert (b.links, [r.j for r in b.routes]) == ((2,), [0])
+    assert [r.share for r in b.routes] == pytest.approx([1 / 3])
+    assert c.routes == ()
 
 
 def test_planned_reading_adds_up_links_and_shares(three_sites) -> None:

@@ -298,7 +298,7 @@ def test_csv_through_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scenario", "papr"], "unknown scenario 'papr'; shipped: agent_sessions, "),
+        (["--scenario", "papr"], "unknown scenario 'papr'; shipped: "),
         (["--policy", "nobody"], "unknown policy 'nobody'; installed: always, "),
         (
             ["--policy", "static:treshold=3"],

@@ -31,6 +31,7 @@ from prfaas_env.simulator.engine import ENGINES
 from prfaas_env.simulator.run import simulate
 from prfaas_env.simulator.world import World, draw_world
 from prfaas_env.telemetry import Telemetry
+from prfaas_env.testing import check_env_conserves
 
 ROUTINGS, FORMS, REWARDS = (
     ("threshold", "margin"),
@@ -853,3 +854,103 @@ def test_rendering_changes_nothing() -> None:
                 env.render()
         seen.append(out)
     assert seen[0] == seen[1] == seen[2]
+
+
+# ------------------------------------------------------------------ several sites
+
+
+SEVERAL = pytest.mark.parametrize("name", ["two_regions", "shared_prfaas"])
+
+
+@ENGINE
+@SEVERAL
+def test_spaces_and_masks_follow_the_sites(name: str, engine: str) -> None:
+    """One action pair and one mask part per PD cluster, one group of fields per cluster and link."""
+    env = make(short(30, "control.conversion_interval_s=5", name=name), engine=engine)
+    d = env.scenario.deployment
+    n = len(d.pd)
+    assert env.action_space.nvec.tolist() == [18, 3] * n
+    groups = [g for g, _ in env.schema.groups]
+    counts = [sum(g.startswith(kind) for g in groups) for kind in ("pd", "prfaas", "link")]
+    assert counts == [n, len(d.prfaas), len(d.links)]
+    observation, info = env.reset(seed=1)
+    assert observation.shape == env.observation_space.shape == (len(env.schema),)
+    assert info["action_mask"].shape == (21 * n,)
+    for _ in range(5):
+        _, _, _, _, info = env.step(env.codec.neutral())
+    # Every cluster orders for itself: the last one moves a node, the others keep theirs.
+    assert info["action_mask"].reshape(n, 21)[:, 18:].any(axis=1).all()
+    action = env.codec.neutral()
+    action[-1] = Move.DECODE_TO_PREFILL
+    _, _, _, _, info = env.step(action)
+    assert [pd.converting_instances for pd in env.telemetry.pd] == [0] * (n - 1) + [1]
+    legal = info["action_mask"].reshape(n, 21)[:, 18:]
+    assert legal[-1].tolist() == [False, True, False]
+
+
+@ENGINE
+@SEVERAL
+def test_checkers_on_several_sites(name: str, engine: str) -> None:
+    sb3 = pytest.importorskip("stable_baselines3.common.env_checker")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for routing, form in (("margin", "discrete"), ("threshold", "continuous")):
+            kwargs = {"engine": engine, "routing": routing, "action": form}
+            check_env(make(short(10, name=name), **kwargs), skip_render_check=True)
+            sb3.check_env(make(short(10, name=name), **kwargs))
+    check_env_conserves(make(short(40, name=name), engine=engine, action="continuous"), steps=60)
+
+
+# ------------------------------------------------------------------ a wrong observation is named
+
+
+def _spoilt(first: Any, later: Any) -> PrfaasEnv:
+    """An env of somebody else's: `first` and `later` spoil what reset and step give."""
+
+    class Spoilt(PrfaasEnv):
+        def reset(self, **kwargs: Any) -> Any:
+            observation, info = super().reset(**kwargs)
+            return first(self, observation, info)
+
+        def step(self, action: Any) -> Any:
+            observation, *rest = super().step(action)
+            return (later(self, observation), *rest)
+
+    return Spoilt(short(10, name="two_regions"))
+
+
+def _over(observation: Any) -> Any:
+    observation = observation.copy()
+    observation[1] = 1.5
+    return observation
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda env, o: env.observation_space,
+            r"observation of type Box; expected a float32 array of shape \(N,\)",
+        ),
+        (lambda env, o: o.tolist(), "observation of type list"),
+        (lambda env, o: o.astype(np.float64), "observation of float64; expected a float32"),
+        (lambda env, o: o[:-1], r"shape \(M,\).*: link3\.retransmission_share and what follows is missing"),
+        (lambda env, o: np.append(o, np.float32(0)), r": 1 values behind link3\.retransmission_share"),
+        (lambda env, o: o[None], r"shape \(1, N\); expected a float32 array of shape \(N,\)"),
+        (lambda env, o: _over(o), r"pd0\.arrival_rate_5s_rps = 1\.5; it must be finite and within 0 and 1"),
+        (lambda env, o: o * np.float32(np.nan), r"pd0\.arrivals_valid = nan"),
+    ],
+)
+def test_a_wrong_observation_is_named_at_the_first_call(spoil: Any, message: str) -> None:
+    n = len(make(short(10, name="two_regions")).schema)
+    message = message.replace("N", str(n)).replace("M", str(n - 1))
+    with pytest.raises(AssertionError, match=rf"^reset\(\) gave .*{message}"):
+        check_env_conserves(_spoilt(lambda e, o, i: (spoil(e, o), i), lambda e, o: o), steps=3)
+    with pytest.raises(AssertionError, match=rf"^step\(\) gave .*{message}"):
+        check_env_conserves(_spoilt(lambda e, o, i: (o, i), spoil), steps=3)
+
+
+@pytest.mark.parametrize("reset", [lambda e, o, i: o, lambda e, o, i: (o, [i]), lambda e, o, i: (o, i, i)])
+def test_reset_gives_an_observation_and_a_dict(reset: Any) -> None:
+    with pytest.raises(AssertionError, match=r"^reset\(\) must give \(observation, info dict\)"):
+        check_env_conserves(_spoilt(reset, lambda e, o: o), steps=1)

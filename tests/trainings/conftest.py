@@ -58,7 +58,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 _APP = typer.Typer()
-for _name in ("compare", "train", "demo"):
+for _name in ("compare", "sweep", "train", "demo"):
     _APP.command(_name)(getattr(commands, _name))
 
 

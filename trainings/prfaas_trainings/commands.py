@@ -1,4 +1,4 @@
-"""`prfaas train`, `prfaas compare`, `prfaas demo`. Heavy packages are loaded when a command runs, not before."""
+"""`prfaas train`, `compare`, `sweep` and `demo`. Heavy packages are loaded when a command runs, not before."""
 
 from __future__ import annotations
 
@@ -113,6 +113,104 @@ def compare(
         tables.show(comparison, console)
         if out is not None:
             console.print(f"written to {out}", highlight=False, markup=False)
+
+
+def sweep(
+    study: Annotated[
+        str | None,
+        typer.Option("--study", help="Shipped study, FILE.yaml with one study, or FILE.yaml:NAME."),
+    ] = None,
+    scenario: Annotated[
+        str | None, typer.Option("--scenario", "-s", help="Shipped scenario or path of a YAML file.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="field.path=value,value,...: one or two fields with several values are varied, fields with one "
+            "value hold in every cell.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help="POLICY, POLICY:key=value, POLICY@DEPLOYMENT or LABEL=POLICY; may be repeated. "
+            "Default: static and earliest_finish.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Episodes per cell and policy; default 10, or the study's.")
+    ] = None,
+    first_seed: Annotated[
+        int | None, typer.Option(help="First episode seed; default the first one of the split.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="What the seeds are for: test, validation or training.")
+    ] = "test",
+    reference: Annotated[
+        str | None, typer.Option(help="Policy that differences are taken from; default the first.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", help="Figure to show and draw; may be repeated.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the sweep; default runs/sweep-NAME. Goes on with one there."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start anew: remove the sweep in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+) -> None:
+    """Vary one or two scenario fields, run policies on every cell, show and draw what comes out."""
+    from prfaas_trainings import sweep_command
+
+    if engine not in ENGINES:
+        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    _need(_DRAWING, "sweep with its plots")
+    if study is None:
+        chosen = sweep_command.from_options(
+            scenario or "paper", assignments or (), policy or (), seeds, reference, metric
+        )
+    else:
+        for name, value in (("--scenario", scenario), ("--set", assignments), ("--policy", policy)):
+            if value:
+                raise PrfaasError(
+                    f"{name}: belongs to a sweep without --study; change the study file instead"
+                )
+        chosen = sweep_command.from_study(study, seeds, reference, metric)
+    folder = out if out is not None else Path("runs") / f"sweep-{chosen.name}"
+    again = sweep_command.command_line(
+        {
+            "--study": study,
+            "--scenario": scenario,
+            "--set": assignments,
+            "--policy": policy,
+            "--seeds": seeds,
+            "--first-seed": first_seed,
+            "--split": None if split == "test" else split,
+            "--reference": reference,
+            "--metric": metric,
+            "--engine": None if engine == DEFAULT_ENGINE else engine,
+            "--jobs": jobs,
+            "--out": folder,
+        }
+    )
+    sweep_command.run(
+        chosen,
+        folder,
+        split=split,
+        first_seed=first_seed,
+        engine=engine,
+        jobs=jobs,
+        force=force,
+        as_json=as_json,
+        again=again,
+    )
 
 
 def train(

@@ -93,7 +93,7 @@ class PolicyFacts:
     seen_slices: tuple[tuple[str, float, float], ...]
 
 
-def _facts(row: Row, scenarios: Sequence[Scenario]) -> PolicyFacts:
+def facts_of(row: Row, scenarios: Sequence[Scenario]) -> PolicyFacts:
     """Make the policy once; a learned one must also accept every scenario."""
     policy = row.make()
     if is_learned(policy):
@@ -108,7 +108,7 @@ def _facts(row: Row, scenarios: Sequence[Scenario]) -> PolicyFacts:
     )
 
 
-def _check_unseen(row: Row, facts: PolicyFacts, scenarios: Sequence[Scenario], seeds: range) -> None:
+def check_unseen(row: Row, facts: PolicyFacts, scenarios: Sequence[Scenario], seeds: range) -> None:
     """A test must not use what a policy was trained or chosen on."""
     seed = overlap(seeds, facts.seen_seeds)
     if seed is not None:
@@ -203,7 +203,7 @@ class Comparison:
                 return self._blocks(
                     scenario, [outcome.ttft_s for outcome in self.outcomes[scenario, row]], row
                 )
-            return _without_limits(self.values(scenario, row, figure))
+            return without_limits(self.values(scenario, row, figure))
         values = self.values(scenario, row, figure)
         return seed_interval(values[np.isfinite(values)])
 
@@ -217,7 +217,7 @@ class Comparison:
             if figure == "ttft_mean_s":
                 pairs = zip(self.outcomes[scenario, row], self.outcomes[scenario, other], strict=True)
                 return self._blocks(scenario, [a.ttft_s - b.ttft_s for a, b in pairs], row)  # type: ignore[operator]
-            return _without_limits(self._paired(scenario, row, other, figure))
+            return without_limits(self._paired(scenario, row, other, figure))
         return seed_interval(self._paired(scenario, row, other, figure))
 
     def _paired(self, scenario: int, row: int, other: int, figure: str) -> FloatArray:
@@ -308,9 +308,9 @@ class Comparison:
         for r, row in enumerate(self.rows):
             results[row.label] = {
                 "scenario_hash": row.scenario(self.scenarios[s]).hash,
-                "figures": {name: _json(self.own(s, r, name)) for name in FIGURE_NAMES},
+                "figures": {name: interval_json(self.own(s, r, name)) for name in FIGURE_NAMES},
                 "difference_to_reference": {
-                    name: _json(self.difference(s, r, self.reference, name)) for name in FIGURE_NAMES
+                    name: interval_json(self.difference(s, r, self.reference, name)) for name in FIGURE_NAMES
                 },
                 "warnings": dict(self.warnings(s, r)),
             }
@@ -322,7 +322,7 @@ class Comparison:
             "notes": list(notes),
             "results": results,
             "learned_minus_rule_ttft_mean_s": [
-                {"policy": v.policy, "rule": v.rule, **_json(v.difference)}
+                {"policy": v.policy, "rule": v.rule, **interval_json(v.difference)}
                 for v in self.verdicts
                 if v.scenario == self.labels[s]
             ],
@@ -373,12 +373,14 @@ CSV_COLUMNS = (
 )
 
 
-def _without_limits(values: FloatArray) -> Interval:
+def without_limits(values: FloatArray) -> Interval:
+    """The mean of the finite values without an interval: one replayed trace is one sample."""
     finite = values[np.isfinite(values)]
     return Interval(float(finite.mean()) if len(finite) else math.nan, None, None, len(finite), "seeds")
 
 
-def _json(interval: Interval) -> dict[str, Any]:
+def interval_json(interval: Interval) -> dict[str, Any]:
+    """An interval for JSON, with null for what does not exist."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in interval.as_json().items()
     }
@@ -422,10 +424,10 @@ def compare(
     if reference is not None and reference not in names:
         raise PrfaasError(f"--reference {reference!r} is not among the policies: {', '.join(names)}")
     labels = labels_of(scenarios)
-    facts = tuple(_facts(row, scenarios) for row in rows)
+    facts = tuple(facts_of(row, scenarios) for row in rows)
     if split == "test":
         for row, known in zip(rows, facts, strict=True):
-            _check_unseen(row, known, scenarios, seeds)
+            check_unseen(row, known, scenarios, seeds)
     warm_up(scenarios[0], engine)
     keys, jobs = [], []
     for s, scenario in enumerate(scenarios):

@@ -17,6 +17,7 @@ from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.scenarios.loader import apply_overrides, read_yaml
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, EngineName
 from prfaas_env.simulator.world import scenario_schema
+from prfaas_env.sites import link_difference, link_pairs
 from prfaas_trainings.seeds import SPLITS, Split, describe
 
 #: A queue of hundreds would drown all other experience; the log keeps its order and takes its weight.
@@ -125,7 +126,9 @@ class TrainingConfig(Frozen):
             self._check_clock(scenario)
         first = scenario_schema(found[0])
         for scenario in found[1:]:
-            difference = scenario_schema(scenario).difference(first)
+            difference = scenario_schema(scenario).difference(first) or link_difference(
+                link_pairs(scenario.deployment), link_pairs(found[0].deployment)
+            )
             if difference:
                 raise PrfaasError(
                     f"training {self.name}: scenarios {found[0].name} and {scenario.name} have different "

@@ -66,6 +66,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("rejected", ("requests", "rejected"), "rejec-\nted", 1),
     Figure("open_at_end", ("requests", "open"), "open\nat end", 1),
     Figure("arrived", ("requests", "arrived"), "arrived", 0),
+    Figure("aborted", ("requests", "aborted"), "abor-\nted", 1),
+    Figure("link_use", ("utilisation", "link"), "link\nuse %", 1, 100.0),
 )
 FIGURE_NAMES = tuple(f.name for f in FIGURES)
 
@@ -266,26 +268,42 @@ class EpisodeRunner:
             PrfaasError: a policy refuses its scenario, or a worker process died.
         """
         done = on_done or (lambda: None)
+        outcomes: dict[int, Outcome] = {}
+        for k, outcome in self.each(jobs):
+            if isinstance(outcome, Exception):
+                raise outcome
+            outcomes[k] = outcome
+            done()
+        return [outcomes[k] for k in range(len(jobs))]
+
+    def each(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome | Exception]]:
+        """(place of the job, its outcome or the error it ended with) as the jobs end; the rest goes when closed.
+
+        Raises:
+            PrfaasError: a worker process died.
+        """
         if self._executor is None:
-            outcomes = []
-            for job in jobs:
-                outcomes.append(run_job(job))
-                done()
-            return outcomes
-        futures: list[Future[Outcome]] = [self._executor.submit(run_job, job) for job in jobs]
+            for k, job in enumerate(jobs):
+                try:
+                    outcome: Outcome | Exception = run_job(job)
+                except Exception as error:
+                    outcome = error
+                yield k, outcome
+            return
+        places: dict[Future[Outcome], int] = {
+            self._executor.submit(run_job, job): k for k, job in enumerate(jobs)
+        }
         try:
-            for future in as_completed(futures):
-                future.result()
-                done()
-        except BrokenProcessPool:
-            raise PrfaasError(
-                "a worker process ended without a word (out of memory, or killed); try fewer --jobs"
-            ) from None
-        except BaseException:
-            for future in futures:
+            for future in as_completed(places):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    raise PrfaasError(
+                        "a worker process ended without a word (out of memory, or killed); try fewer --jobs"
+                    )
+                yield places[future], error if isinstance(error, Exception) else future.result()
+        finally:
+            for future in places:
                 future.cancel()
-            raise
-        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the processes; waiting jobs are dropped."""

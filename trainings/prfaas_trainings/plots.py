@@ -1,4 +1,4 @@
-"""Plots of a comparison as PNG files. The only module here that draws; matplotlib is loaded when it runs."""
+"""Plots of a comparison as PNG files, and what all plots share; matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ import numpy as np
 from prfaas_trainings.compare import Comparison
 from prfaas_trainings.episodes import TTFT_EDGES_S, FloatArray
 
-_DPI = 110
+DPI = 110
 _COLOURS = ("#2e6fbb", "#de8928", "#3a8c58", "#be3e3e", "#7a5ba6", "#8a6d4b", "#c65d9c", "#5f6b76")
 _LEARNED_WIDTH = 2.6
 #: Margins are drawn on this range; always and never lie at its ends.
 _MARGIN_LIMIT_S = 35.0
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
+
+
+def colour(k: int) -> str:
+    """Colour of the k-th line."""
+    return _COLOURS[k % len(_COLOURS)]
 
 
 def file_name(kind: str, label: str) -> str:
@@ -56,7 +62,7 @@ def ttft_distribution(comparison: Comparison, s: int, r: int) -> tuple[FloatArra
 
 def draw_ttft_cdf(comparison: Comparison, s: int, path: Path) -> None:
     """Distribution of TTFT of every policy on one scenario."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8.5, 5.2))
     lowest, highest = np.inf, 0.0
     for r, row in enumerate(comparison.rows):
@@ -65,7 +71,7 @@ def draw_ttft_cdf(comparison: Comparison, s: int, path: Path) -> None:
             x,
             y,
             label=row.label,
-            color=_COLOURS[r % len(_COLOURS)],
+            color=colour(r),
             linewidth=_LEARNED_WIDTH if comparison.facts[r].learned else 1.4,
             linestyle="--" if row.deployment is not None else "-",
         )
@@ -83,7 +89,7 @@ def draw_ttft_cdf(comparison: Comparison, s: int, path: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, title="dashed: other hardware" if _has_deployments(comparison) else None)
     figure.tight_layout()
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
 
 
@@ -95,7 +101,7 @@ def draw_timeline(
     comparison: Comparison, s: int, chosen: dict[int, dict[str, FloatArray]], path: Path
 ) -> None:
     """Decision, queues, link and split over time, one column per policy, all on the first seed."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, grid = plt.subplots(
         4, len(chosen), figsize=(4.6 * len(chosen) + 1.0, 9.5), sharex=True, sharey="row", squeeze=False
     )
@@ -130,7 +136,7 @@ def draw_timeline(
             grid[row][-1].legend(fontsize=7, loc="upper right")
     figure.suptitle(f"{comparison.labels[s]}, {comparison.split} seed {comparison.seeds[0]}")
     figure.tight_layout()
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
 
 

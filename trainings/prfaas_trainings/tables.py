@@ -1,4 +1,4 @@
-"""A comparison as tables and plain lines for the terminal."""
+"""A comparison or a sweep as tables and plain lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from prfaas_trainings.compare import HOW_AVERAGED, Comparison
 from prfaas_trainings.episodes import FIGURES, Figure, is_trace
 from prfaas_trainings.statistics import Interval
+from prfaas_trainings.sweep import SweepResult
 
 #: Figures of the table in order (the difference column follows the first); the rest are in the files.
 _LATENCY = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s")
@@ -99,6 +100,66 @@ def _difference(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.mean:+.2f}"
     return f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+
+
+def show_sweep(result: SweepResult, console: Console) -> None:
+    """Print one table per metric of the study: a row per cell and policy, with the paired difference."""
+    plan = result.plan
+    keys = [(c, r) for c in range(len(plan.cells)) for r in range(len(plan.rows))]
+    common = set.intersection(*(set(result.warnings(c, r)) for c, r in keys))
+    console.print(f"[bold]{escape(_sweep_title(result))}[/bold]", soft_wrap=True, highlight=False)
+    for name in plan.study.metrics:
+        figure = _BY_NAME[name]
+        unit = " ".join(figure.title.replace("-\n", "").split())
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for axis in plan.study.axes:
+            table.add_column(escape(axis.rpartition(".")[2]), overflow="fold")
+        table.add_column("policy", overflow="fold")
+        table.add_column(f"{name}\n({escape(unit)})", justify="right", no_wrap=True)
+        table.add_column(f"minus\n{escape(plan.labels[plan.reference])}", justify="right", no_wrap=True)
+        for c, r in keys:
+            cell = plan.cells[c]
+            mark = "* " if set(result.warnings(c, r)) - common else ""
+            difference = "" if r == plan.reference else _interval(result.difference(c, r, name), figure, "+")
+            table.add_row(
+                *(escape(text) if r == 0 else "" for text in cell.texts),
+                mark + escape(plan.labels[r]),
+                escape(_interval(result.own(c, r, name), figure, "")),
+                escape(difference),
+                end_section=r == len(plan.rows) - 1,
+            )
+        console.print(table)
+    for text in dict.fromkeys(t for c, r in keys for t in result.warnings(c, r) if t not in common):
+        _say(console, f"* on one seed or more: {text} (which ones: results.csv)")
+    for text in sorted(common):
+        _say(console, f"note: every cell and policy, on one seed or more: {text}")
+    if plan.split != "test":
+        _say(console, f"note: {plan.split} seeds, so not a test of what was trained or chosen on them")
+    _say(
+        console,
+        f"{HOW_AVERAGED} Brackets are 95% intervals; differences are paired by seed. A replayed trace is one "
+        "sample and has none.",
+    )
+
+
+def _sweep_title(result: SweepResult) -> str:
+    plan = result.plan
+    n = len(plan.seeds)
+    seeds = f"{n} {plan.split} seed{'s' if n > 1 else ''} {plan.seeds[0]}..{plan.seeds[-1]}"
+    varied = " x ".join(plan.study.axes)
+    return f"{plan.study.name} ({plan.study.scenario}): {varied}, {len(plan.cells)} cells, {seeds}"
+
+
+def _interval(interval: Interval, figure: Figure, sign: str) -> str:
+    """Mean and limits of a figure in the units of the table."""
+    if interval.mean != interval.mean:
+        return "-"
+    form = f"{{:{sign},.{figure.digits}f}}"
+    shown = form.format(interval.mean * figure.factor)
+    if interval.low is None or interval.high is None:
+        return shown
+    low, high = (form.format(v * figure.factor) for v in (interval.low, interval.high))
+    return f"{shown} [{low}, {high}]"
 
 
 def _everywhere(comparison: Comparison, s: int) -> list[str]:

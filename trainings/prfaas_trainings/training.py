@@ -36,6 +36,7 @@ from prfaas_env.base import PrfaasError, write_whole
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.world import scenario_schema
+from prfaas_env.sites import link_pairs
 from prfaas_trainings.compare import Comparison, compare, labels_of, replayed_slice, versions
 from prfaas_trainings.config import TrainingConfig
 from prfaas_trainings.envs import make_vec_env
@@ -180,6 +181,7 @@ class Run:
         seeds = {"training": config.training_seeds, "validation": config.validation.seeds}
         return PolicyRecord(
             telemetry=TelemetryRecord.of(self.schema),
+            links=link_pairs(self._training_scenarios[0].deployment),
             action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
             decision_interval_s=config.decision_interval_s,
             hidden=config.ppo.hidden,
