@@ -35,11 +35,13 @@ from prfaas_env.simulator.compiled_engine import (
     moved,
     recent_lengths,
     request_rows,
+    totals_of,
 )
 from prfaas_env.simulator.formulas import FloatArray, IntArray, ns_from_s
 from prfaas_env.simulator.layout import RECORD_COLUMNS, Layout, Sizes, initial_sizes
 from prfaas_env.simulator.metrics import episode_metrics
-from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Totals
+from prfaas_env.simulator.prefix_pool import start_pools
+from prfaas_env.simulator.records import RequestRecords, Totals, prefix_info
 from prfaas_env.simulator.world import World, draw_world, scenario_schema
 from prfaas_env.telemetry import Telemetry
 
@@ -63,10 +65,11 @@ class Batch:
         self.ints = np.zeros((n, self.layout.n_int), dtype=np.int64)
         self.reals = np.zeros((n, self.layout.n_real))
         self.requests = np.zeros((n, 1, L.W_P), dtype=np.int64)
+        self.caches = np.zeros((n, 1), dtype=np.int64)
         self.values = np.zeros((n, fields))
         self.observation = np.zeros((n, fields), dtype=np.float32)
         self.legal = np.zeros((n, 3 * n_pd), dtype=np.int64)
-        self.whole = np.zeros((n, kernel.N_WHOLE_TOTALS + len(REJECT_REASONS)), dtype=np.int64)
+        self.whole = np.zeros((n, kernel.N_ALL_TOTALS), dtype=np.int64)
         self.real = np.zeros((n, 2 * n_link))
         self.clipped = np.zeros(n, dtype=np.int64)
         self._status = np.zeros(n, dtype=np.int64)
@@ -94,6 +97,12 @@ class Batch:
             wider = np.zeros((self.n, len(rows) + len(rows) // 8, L.W_P), dtype=np.int64)
             wider[:, : self.requests.shape[1]] = self.requests
             self.requests = wider
+        caches = start_pools(world)
+        if len(caches) > self.caches.shape[1]:
+            more = np.zeros((self.n, len(caches) + len(caches) // 8), dtype=np.int64)
+            more[:, : self.caches.shape[1]] = self.caches
+            self.caches = more
+        self.caches[e, : len(caches)] = caches
         self.worlds[e] = world
         self.ints[e], self.reals[e] = self._start
         self.requests[e, : len(rows)] = rows
@@ -125,7 +134,7 @@ class Batch:
         while True:
             self._status[:] = kernel.RAN
             cuts = [0, self.n] if self._pool is None else [0, self.n // 2, self.n]
-            state = (self.ints, self.reals, self.requests)
+            state = (self.ints, self.reals, self.caches, self.requests)
             orders = (task, until_ns, int(by_margin), value, move, self.schema.scales)
             results = (self.values, self.observation, self.legal, self.whole, self.real, self.clipped)
             calls = [(*state, a, b, *orders, *results, self._status) for a, b in pairwise(cuts)]
@@ -153,22 +162,11 @@ class Batch:
 
     def totals(self) -> Totals:
         """`Totals` whose numbers are arrays over the envs, as of the last step."""
-        n = self.layout.n_link
-        split = kernel.N_WHOLE_TOTALS
-        return Totals._make(
-            (
-                *self.whole[:, :split].T.copy(),
-                tuple(self.real[:, :n].T.copy()),
-                tuple(self.real[:, n:].T.copy()),
-                tuple(self.whole[:, split:].T.copy()),
-            )
-        )
+        return totals_of([*self.whole.T.copy()], [*self.real.T.copy()], self.layout.n_link)
 
     def totals_of(self, e: int) -> Totals:
         """`Totals` of one env, as of the last step."""
-        n, split = self.layout.n_link, kernel.N_WHOLE_TOTALS
-        whole, real = self.whole[e].tolist(), self.real[e].tolist()
-        return Totals._make((*whole[:split], tuple(real[:n]), tuple(real[n:]), tuple(whole[split:])))
+        return totals_of(self.whole[e].tolist(), self.real[e].tolist(), self.layout.n_link)
 
     def telemetry_of(self, e: int) -> Telemetry:
         """The reading of one env (for policies; the batch itself needs none)."""
@@ -500,6 +498,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             "conversions": t.conversions,
             "invalid_moves": t.invalid_moves,
             "egress_bits": sum(t.egress_bits, start=np.zeros(self.num_envs)),
+            **(prefix_info(t) if self.scenario.prefix_pool is not None else {}),
             "clipped": self._clips.copy(),
             "action_mask": self.action_masks(),
         }

@@ -259,8 +259,9 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_END,
     P_LINK,
     P_JOINED_U,
+    P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent
     W_P,
-) = range(29)
+) = range(30)
 
 #: The instances always come first, so that their place is a constant.
 AT_INST, AT_REAL_INST = N_SCALARS, N_REALS
