@@ -42,7 +42,7 @@ def refused(spec: Any, **how: Any) -> str:
 
 
 def test_the_shipped_scenarios() -> None:
-    assert NAMES == ["drift", "homogeneous", "mooncake", "naive", "paper"]
+    assert NAMES == ["drift", "homogeneous", "mooncake", "mooncake_pool", "naive", "paper"]
     assert len({load_scenario(name).hash for name in NAMES}) == len(NAMES)
     for name in NAMES:
         scenario = load_scenario(name)
@@ -470,7 +470,7 @@ def test_wrong_files(text: str | bytes, message: str, write: Write) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert refused("papr").startswith(
-        "unknown scenario 'papr'; shipped: drift, homogeneous, mooncake, naive, paper;"
+        "unknown scenario 'papr'; shipped: drift, homogeneous, mooncake, mooncake_pool, naive, paper;"
     )
     assert refused("").startswith("unknown scenario ''")
     assert (
