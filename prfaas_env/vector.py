@@ -73,6 +73,7 @@ class Batch:
         self.real = np.zeros((n, 2 * n_link))
         self.clipped = np.zeros(n, dtype=np.int64)
         self._status = np.zeros(n, dtype=np.int64)
+        self._scarce = np.zeros((n, n_pd), dtype=np.int64)
         self._pool = ThreadPoolExecutor(2) if n >= THREADS_FROM else None
 
     def _set_layout(self, layout: Layout) -> None:
@@ -124,9 +125,20 @@ class Batch:
     # ------------------------------------------------------------------ stepping
 
     def step(
-        self, task: IntArray, until_ns: IntArray, by_margin: bool, value: FloatArray, move: IntArray
+        self,
+        task: IntArray,
+        until_ns: IntArray,
+        by_margin: bool,
+        value: FloatArray,
+        move: IntArray,
+        abundant: IntArray | None = None,
     ) -> None:
-        """`kernel.step_many` on all envs, in two threads where they help; arrays grow as needed."""
+        """`kernel.step_many` on all envs, in two threads where they help; arrays grow as needed.
+
+        The cache rule is scarce unless `abundant` says otherwise: it is not in the action space.
+        """
+        if abundant is None:
+            abundant = self._scarce
         room = self.layout.n_pd + 1
         if self.ints[:, L.HEAP_N].max() + room > self.layout.sizes.heap and task.any():
             self._grow(kernel.GROW_HEAP)
@@ -135,7 +147,7 @@ class Batch:
             self._status[:] = kernel.RAN
             cuts = [0, self.n] if self._pool is None else [0, self.n // 2, self.n]
             state = (self.ints, self.reals, self.caches, self.requests)
-            orders = (task, until_ns, int(by_margin), value, move, self.schema.scales)
+            orders = (task, until_ns, int(by_margin), value, move, abundant, self.schema.scales)
             results = (self.values, self.observation, self.legal, self.whole, self.real, self.clipped)
             calls = [(*state, a, b, *orders, *results, self._status) for a, b in pairwise(cuts)]
             if self._pool is None:
@@ -469,6 +481,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         reference = self._reference
         assert reference is not None
         value, move = np.zeros_like(self._decision[0]), self._decision[1].copy()
+        abundant = np.zeros_like(move)
         by_margin = False
         for e in np.flatnonzero(live).tolist():
             decision = reference.policies[e].decide(reference.batch.telemetry_of(e))
@@ -477,9 +490,10 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
                 chosen = cluster.margin_s if by_margin else cluster.threshold_tokens
                 value[e, pd] = chosen if chosen is not None else 0.0
                 move[e, pd] = int(cluster.move)
+                abundant[e, pd] = int(cluster.cache_rule == "abundant")
         before = reference.totals
         task = np.where(live, kernel.DECIDE, kernel.SKIP)
-        reference.batch.step(task, until_ns, by_margin, value, move)
+        reference.batch.step(task, until_ns, by_margin, value, move, abundant)
         reference.totals = reference.batch.totals()
         terms = self._terms(self.scenario.reward, before, reference.totals)
         out: FloatArray = -np.sum(np.array(list(terms.values())), axis=0)

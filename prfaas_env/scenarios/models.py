@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from prfaas_env.base import MAX_S, Bps, Frozen, PrfaasError, Seconds, Tokens
+from prfaas_env.base import MAX_S, Bps, Bytes, Frozen, PrfaasError, Seconds, Tokens
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
 from prfaas_env.simulator.formulas import MAX_RATE_BPS
@@ -170,10 +170,10 @@ class Transport(Frozen):
 class PrefixPool(Frozen):
     """Prefix cache pool of every cluster (paper section 3.2); the block size is that of the workload's prefix data."""
 
-    prfaas_capacity_bytes: int | None = Field(
+    prfaas_capacity_bytes: Bytes | None = Field(
         ge=0, le=MAX_POOL_BYTES, description="bytes per PrfaaS cluster; null = no limit"
     )
-    pd_capacity_bytes: int | None = Field(
+    pd_capacity_bytes: Bytes | None = Field(
         ge=0, le=MAX_POOL_BYTES, description="bytes per PD cluster; null = no limit"
     )
     checkpoints: Literal["end_of_prompt", "every_n_tokens", "none"] = Field(

@@ -1697,6 +1697,7 @@ def step_many(
     by_margin: int,
     value: FloatArray,
     move: IntArray,
+    abundant: IntArray,
     scales: tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, IntArray],
     values: FloatArray,
     observation: FloatArray,
@@ -1717,6 +1718,7 @@ def step_many(
         by_margin: 1 if `value` holds margins in s, 0 for thresholds in tokens.
         value: (n, n_pd).
         move: (n, n_pd).
+        abundant: (n, n_pd) 1 where the cache rule is the abundant one.
         scales: constants of the encoding.
         values: (n, fields) out, readings in physical units.
         observation: (n, fields) float32 out.
@@ -1733,7 +1735,7 @@ def step_many(
         Z, F, C, P = Zs[e], Fs[e], Cs[e], Ps[e]
         if task[e] == DECIDE:
             for pd in range(Z[L.N_PD]):
-                apply_decision(Z, F, pd, by_margin, value[e, pd], move[e, pd], 0)
+                apply_decision(Z, F, pd, by_margin, value[e, pd], move[e, pd], abundant[e, pd])
         if task[e] != READ:
             status[e] = run(Z, F, C, P, until_ns[e], False)
             if status[e] != RAN:
