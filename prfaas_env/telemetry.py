@@ -626,6 +626,10 @@ class DoorMeter:
         """A first token came `ttft_s` after its request."""
         count_first_token(self.table, self._row(time_ns), meets(self.ttft_slo_s, ttft_s))
 
+    def missed(self, time_ns: int) -> None:
+        """A request was given up before its first token: its objective is missed."""
+        count_first_token(self.table, self._row(time_ns), False)
+
     def finished(self, time_ns: int, output_tokens: int, tpot_s: float) -> None:
         """A request finished with this many output tokens."""
         count_finish(self.table, self._row(time_ns), output_tokens, meets(self.tpot_slo_s, tpot_s))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator import kernel
 from prfaas_env.simulator import layout as L
 from prfaas_env.simulator.compiled_engine import (
+    bigger,
     compiled_kernel,
-    load_capacity,
+    load_world,
     moved,
     recent_lengths,
     request_rows,
@@ -92,7 +93,9 @@ class Batch:
         changes = max((len(trace.time_ns) for trace in world.links), default=0)
         if changes > self.layout.sizes.changes:
             old = self.layout.sizes
-            self._relayout(Sizes(old.heap, old.flows, max(changes, 2 * old.changes)))
+            self._relayout(replace(old, changes=max(changes, 2 * old.changes)))
+        if len(world.faults) > self.layout.sizes.faults:
+            self._relayout(replace(self.layout.sizes, faults=2 * len(world.faults)))
         rows = request_rows(world)
         if len(rows) > self.requests.shape[1]:
             wider = np.zeros((self.n, len(rows) + len(rows) // 8, L.W_P), dtype=np.int64)
@@ -107,9 +110,8 @@ class Batch:
         self.worlds[e] = world
         self.ints[e], self.reals[e] = self._start
         self.requests[e, : len(rows)] = rows
-        load_capacity(world, self.layout, self.ints[e], self.reals[e])
-        self.ints[e, L.N_REQUESTS] = self.ints[e, L.UNRESOLVED] = len(world.requests)
-        self._functions["begin"](self.ints[e])
+        load_world(world, self.layout, self.ints[e], self.reals[e])
+        self._functions["begin"](self.ints[e], self.requests[e])
 
     def _relayout(self, sizes: Sizes) -> None:
         old = self.layout
@@ -164,11 +166,7 @@ class Batch:
             task = np.where(short, kernel.RUN_ON, kernel.SKIP)
 
     def _grow(self, status: int) -> None:
-        sizes = self.layout.sizes
-        if status == kernel.GROW_HEAP:
-            self._relayout(Sizes(2 * sizes.heap, sizes.flows, sizes.changes))
-        else:
-            self._relayout(Sizes(sizes.heap, 2 * sizes.flows, sizes.changes))
+        self._relayout(bigger(self.layout.sizes, status))
 
     # ------------------------------------------------------------------ readings
 

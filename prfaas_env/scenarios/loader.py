@@ -104,7 +104,8 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
         raise PrfaasError(
             f"{by}unknown scenario {spec!r}; shipped: {', '.join(scenario_names())}; or give a path to a .yaml file"
         )
-    _resolve_trace_path(raw, folder)
+    for field in ("workload", "link_capacity"):
+        _resolve_file(raw.get(field), folder)
     parent = raw.pop("extends", None)
     if parent is not None:
         if not isinstance(parent, str):
@@ -116,14 +117,13 @@ def _read(spec: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     return raw, where
 
 
-def _resolve_trace_path(raw: dict[str, Any], folder: Path | None) -> None:
-    """A trace path is relative to the file that names it; made absolute, so that a shown scenario can be moved."""
-    workload = raw.get("workload")
-    if folder is None or not isinstance(workload, dict):
+def _resolve_file(part: Any, folder: Path | None) -> None:
+    """A file is relative to the scenario that names it; made absolute, so that a shown scenario can be moved."""
+    if folder is None or not isinstance(part, dict):
         return
-    file = workload.get("file")
+    file = part.get("file")
     if isinstance(file, str) and not file.startswith("bundled:") and not Path(file).is_absolute():
-        workload["file"] = str((folder / file).resolve())
+        part["file"] = str((folder / file).resolve())
 
 
 def _override(raw: dict[str, Any], assignment: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -11,7 +12,8 @@ from pydantic import Field, field_validator, model_validator
 from prfaas_env.base import MAX_S, Bps, Bytes, Frozen, PrfaasError, Seconds, Tokens
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
-from prfaas_env.simulator.formulas import MAX_RATE_BPS
+from prfaas_env.scenarios.faults import Faults
+from prfaas_env.simulator.formulas import MAX_RATE_BPS, connection_rate_bps
 from prfaas_env.workload.means import mean_rate_rps
 from prfaas_env.workload.models import (
     GammaArrivals,
@@ -76,13 +78,54 @@ class PdCluster(Frozen):
 
 
 class Link(Frozen):
-    """Ethernet between one PrfaaS cluster and one PD cluster."""
+    """Ethernet between one PrfaaS cluster and one PD cluster.
+
+    A KV cache is one flow over `connections` TCP connections. Each of them carries at most what its window and the
+    loss on the way allow at this round-trip time (`formulas.connection_rate_bps`).
+    """
 
     prfaas: str = "prfaas0"
     pd: str = "pd0"
     capacity_bps: Bps = Field(gt=0, le=MAX_RATE_BPS, description="nominal capacity, bit/s")
     latency_s: Seconds = Field(default=0.0, description="one-way latency, added once per request")
-    flow_cap_bps: Bps | None = Field(default=None, gt=0, description="most that one flow gets; none = no cap")
+    flow_cap_bps: Bps | None = Field(
+        default=None, gt=0, description="most that one flow gets (line rate of a sender); none = no cap"
+    )
+    rtt_s: Seconds | None = Field(default=None, description="round-trip time; none = twice latency_s")
+    connections: int = Field(default=1, ge=1, le=100_000, description="TCP connections per flow")
+    window_bytes: int | None = Field(
+        default=None, ge=1, description="most bytes in flight per connection; none = no limit"
+    )
+    loss: float = Field(default=0.0, ge=0, le=0.5, description="share of segments lost on the way")
+    segment_bytes: int = Field(default=1460, ge=1, description="payload of one segment")
+    setup_s: Seconds = Field(
+        default=0.0, description="time to set up connections: paid by the first flow after idle_s"
+    )
+    idle_s: float = Field(
+        default=10.0, ge=0.001, le=MAX_S, description="without a flow for this long, connections are closed"
+    )
+    jitter_s: Seconds = Field(
+        default=0.0, description="mean of an exponential delay per KV cache on top of latency_s"
+    )
+
+    @property
+    def round_trip_s(self) -> float:
+        """Round-trip time."""
+        return 2.0 * self.latency_s if self.rtt_s is None else self.rtt_s
+
+    @property
+    def flow_limit_bps(self) -> float:
+        """Most that one flow gets: line rate, windows and loss; infinite without any of them."""
+        window_bytes = math.inf if self.window_bytes is None else float(self.window_bytes)
+        each_bps = connection_rate_bps(self.round_trip_s, window_bytes, self.segment_bytes, self.loss)
+        line_bps = math.inf if self.flow_cap_bps is None else self.flow_cap_bps
+        return min(line_bps, self.connections * each_bps)
+
+    @model_validator(mode="after")
+    def _has_round_trip(self) -> Self:
+        if (self.window_bytes is not None or self.loss > 0) and self.round_trip_s == 0:
+            raise ValueError("window_bytes and loss act through the round-trip time: set rtt_s or latency_s")
+        return self
 
 
 class Deployment(Frozen):
@@ -152,19 +195,47 @@ class RegimeCapacity(Frozen):
     @field_validator("capacity_bps")
     @classmethod
     def _within(cls, chain: RegimeChain) -> RegimeChain:
-        for value in chain.values:
-            if not 0 <= value <= MAX_RATE_BPS:
-                raise ValueError(f"values must be within 0 and {MAX_RATE_BPS:g} bit/s, found {value:g}")
+        _refuse_above_most(chain)
         return chain
 
 
-LinkCapacity = Annotated[ConstantCapacity | StepCapacity | RegimeCapacity, Field(discriminator="kind")]
+class TraceCapacity(Frozen):
+    """Capacity follows a recorded file, the same on every link: CSV with the columns `time_s,capacity_bps`.
+
+    Before the first row the capacity is nominal, after the last one it stays. `file` is relative to the scenario file.
+    """
+
+    kind: Literal["trace"] = "trace"
+    file: str
+    speed: float = Field(default=1.0, gt=0, description="how many times as fast as recorded")
+
+
+LinkCapacity = Annotated[
+    ConstantCapacity | StepCapacity | RegimeCapacity | TraceCapacity, Field(discriminator="kind")
+]
+
+
+def _refuse_above_most(chain: RegimeChain) -> None:
+    for value in chain.values:
+        if not 0 <= value <= MAX_RATE_BPS:
+            raise ValueError(f"values must be within 0 and {MAX_RATE_BPS:g} bit/s, found {value:g}")
 
 
 class Transport(Frozen):
     """How a KV cache crosses the link."""
 
     pipelining: bool = Field(default=True, description="send layer by layer while the prefill runs")
+    background_bps: RegimeChain | None = Field(
+        default=None,
+        description="other traffic on each link, which leaves the rest of the capacity to KV caches",
+    )
+
+    @field_validator("background_bps")
+    @classmethod
+    def _within(cls, chain: RegimeChain | None) -> RegimeChain | None:
+        if chain is not None:
+            _refuse_above_most(chain)
+        return chain
 
 
 class PrefixPool(Frozen):
@@ -288,6 +359,7 @@ class Scenario(Frozen):
     workload: Workload
     link_capacity: LinkCapacity = ConstantCapacity()
     transport: Transport = Transport()
+    faults: Faults = Faults()
     conversion: Conversion = Conversion()
     control: Control = Control()
     slo: Slo = Slo()
@@ -313,6 +385,7 @@ class Scenario(Frozen):
                     f"deployment: cluster {cluster.name!r} names hardware {cluster.hardware!r}; "
                     f"the model has {known}"
                 )
+        self._check_faults()
         for pd in self.deployment.pd:
             if self.model.hardware[pd.hardware].decode is None:
                 raise ValueError(
@@ -328,6 +401,27 @@ class Scenario(Frozen):
                 "(kv.bytes_per_token is 0)"
             )
         return self
+
+    def _check_faults(self) -> None:
+        sizes = {c.name: c.n_instances for c in self.deployment.prfaas}
+        sizes |= {c.name: c.n_prefill + c.n_decode for c in self.deployment.pd}
+        for name in (
+            *(name for law in self.faults.random_failures for name in law.clusters),
+            *(fault.cluster for fault in self.faults.instance_faults),
+        ):
+            if name not in sizes:
+                raise ValueError(f"faults: no cluster {name!r}; known: {sorted(sizes)}")
+        for fault in self.faults.instance_faults:
+            if fault.instances and max(fault.instances) >= sizes[fault.cluster]:
+                raise ValueError(
+                    f"faults: cluster {fault.cluster!r} has instances 0..{sizes[fault.cluster] - 1}, "
+                    f"found {max(fault.instances)}"
+                )
+        for outage in self.faults.link_outages:
+            if outage.link is not None and outage.link >= len(self.deployment.links):
+                raise ValueError(
+                    f"faults: link {outage.link} of an outage; there are {len(self.deployment.links)} links"
+                )
 
     def hardware_of(self, cluster: PrfaasCluster | PdCluster) -> HardwareProfile:
         """Latency profile of a cluster's instances."""
@@ -345,6 +439,8 @@ class Scenario(Frozen):
             del content["prefix_pool"]  # a scenario without one keeps the hash of before there were any
         if isinstance(self.workload, TraceWorkload):
             content["workload"]["file"] = trace_digest(self.workload.file)
+        if isinstance(self.link_capacity, TraceCapacity):
+            content["link_capacity"]["file"] = trace_digest(self.link_capacity.file)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def replace(self, **changes: Any) -> Scenario:

@@ -10,7 +10,7 @@ import simpy
 
 from prfaas_env.profiles.latency import HardwareProfile
 from prfaas_env.simulator.decode import DecodeBatch, Sequence
-from prfaas_env.simulator.formulas import prefill_s
+from prfaas_env.simulator.formulas import prefill_s, slowness
 from prfaas_env.simulator.link import Flow
 from prfaas_env.simulator.records import TimeIntegral
 
@@ -46,24 +46,47 @@ class Attempt:
     started: simpy.Event
     sent: simpy.Event
     link: int = -1
-    started_ns: int = 0
+    started_ns: int = -1
     prefill_end_ns: int = 0
+    instance: Instance | None = None
+    """Where it is being prefilled."""
     flow: Flow | None = None
+    opened: bool = False
+    """Its flow has been opened (it may be over)."""
+    joined: bool = False
+    """Its cache has arrived at the decode side."""
+    dead: bool = False
+    """Lost or aborted: whatever of it is still to come is ignored."""
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One model replica: a role, a phase, a speed (below 1 while it warms up), and its work."""
+    """One model replica: a role, a phase, its speed, and its work.
+
+    It works at `warm_speed` (below 1 while it warms up) times `health` (below 1 while a fault slows it down); `up` is
+    False while it is down.
+    """
 
     id: int
     role: Role
     batch: DecodeBatch | None
     phase: Phase = Phase.ACTIVE
-    speed: float = 1.0
+    warm_speed: float = 1.0
+    health: float = 1.0
+    up: bool = True
     running: Attempt | None = None
     drained: simpy.Event | None = None
     warm_until_ns: int = -1
     wake_version: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Speed now, share of full."""
+        return self.warm_speed * self.health
+
+    def serves(self, role: Role) -> bool:
+        """Whether it counts in a role now: active and not down."""
+        return self.role is role and self.phase is Phase.ACTIVE and self.up
 
     def sequences(self) -> int:
         """Sequences in decode here."""
@@ -114,18 +137,16 @@ class PrefillPool:
         self.queued_tokens -= attempt.new_tokens
         return attempt
 
+    def remove(self, attempt: Attempt) -> None:
+        """Take an attempt out of the queue, wherever it stands."""
+        self.queue.remove(attempt)
+        self.queued_work_ns -= attempt.prefill_ns
+        self.queued_tokens -= attempt.new_tokens
+
     def best_idle(self) -> Instance | None:
         """Idle instance: the fastest, then the lowest id."""
-        best: Instance | None = None
-        for instance in self.instances:
-            if (
-                instance.running is None
-                and instance.role is Role.PREFILL
-                and instance.phase is Phase.ACTIVE
-                and (best is None or instance.speed > best.speed)
-            ):
-                best = instance
-        return best
+        idle = [i for i in self.instances if i.running is None and i.serves(Role.PREFILL)]
+        return min(idle, key=lambda i: (slowness(i.speed), i.id), default=None)
 
     def residuals_ns(self, now_ns: int) -> list[int]:
         """Time left of each running prefill."""
@@ -135,7 +156,7 @@ class PrefillPool:
         """Time until the first active instance is free (0 when one is idle or there is none)."""
         best = -1
         for instance in self.instances:
-            if instance.role is not Role.PREFILL or instance.phase is not Phase.ACTIVE:
+            if not instance.serves(Role.PREFILL):
                 continue
             if instance.running is None:
                 return 0
@@ -146,9 +167,7 @@ class PrefillPool:
 
     def idle_count(self) -> int:
         """Idle active instances."""
-        return sum(
-            i.running is None and i.role is Role.PREFILL and i.phase is Phase.ACTIVE for i in self.instances
-        )
+        return sum(i.running is None and i.serves(Role.PREFILL) for i in self.instances)
 
 
 @dataclass(slots=True)
@@ -177,13 +196,19 @@ class DecodePool:
         self.queued_tokens -= sequence.context_tokens
         return sequence
 
+    def remove(self, request: int) -> None:
+        """Take a sequence out of the queue, wherever it stands."""
+        k = next(k for k, (_, sequence) in enumerate(self.queue) if sequence.request == request)
+        self.queued_tokens -= self.queue[k][1].context_tokens
+        del self.queue[k]
+
     def place_for(self, sequence: Sequence) -> Instance | None:
         """Active instance with the fewest sequences (then lowest id) that has a slot and KV room."""
         best: Instance | None = None
         fewest = 0
         for instance in self.instances:
             batch = instance.batch
-            if instance.role is not Role.DECODE or instance.phase is not Phase.ACTIVE or batch is None:
+            if not instance.serves(Role.DECODE) or batch is None:
                 continue
             n = len(batch.sequences)
             if (best is None or n < fewest) and batch.has_room(sequence.kv_tokens):
@@ -193,13 +218,13 @@ class DecodePool:
 
 def fewest_sequences(instances: list[Instance]) -> Instance | None:
     """Active decode instance with the fewest sequences, then lowest id."""
-    candidates = [i for i in instances if i.role is Role.DECODE and i.phase is Phase.ACTIVE]
+    candidates = [i for i in instances if i.serves(Role.DECODE)]
     return min(candidates, key=lambda i: (i.sequences(), i.id), default=None)
 
 
 def earliest_prefill_to_finish(instances: list[Instance]) -> Instance | None:
     """Active prefill instance: idle first, then the earliest to finish, then lowest id."""
-    candidates = [i for i in instances if i.role is Role.PREFILL and i.phase is Phase.ACTIVE]
+    candidates = [i for i in instances if i.serves(Role.PREFILL)]
     return min(
         candidates,
         key=lambda i: (i.running is not None, i.running.prefill_end_ns if i.running else 0, i.id),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,15 @@ _LOCK = threading.Lock()
 #: Rare on the way of a request, so they stay calls: smaller code, quicker to compile.
 _OUT_OF_LINE = frozenset(
     {
+        "roll_windows",
+        "settle_all",
+        "open_flow",
+        "production_ends",
         "evict",
+        "fault_event",
+        "next_abort",
+        "open_when_ready",
+        "retransmitted",
         "order_conversion",
         "conversion_event",
         "begin_switch",
@@ -97,14 +105,14 @@ class CompiledEngine:
         self.world = world
         self._functions = compiled_kernel()
         changes = max((len(trace.time_ns) for trace in world.links), default=0)
-        self._use(Layout(world.scenario, initial_sizes(world.scenario, changes)))
+        sizes = replace(initial_sizes(world.scenario, changes), faults=len(world.faults))
+        self._use(Layout(world.scenario, sizes))
         self._ints, self._reals = self._layout.start()
-        self._load_capacity()
+        load_world(world, self._layout, self._ints, self._reals)
         self._requests = request_rows(world)
         self._caches = start_pools(world)
         self._conversion_ns = int(self._ints[L.CONVERSION_NS])
-        self._ints[L.N_REQUESTS] = self._ints[L.UNRESOLVED] = len(world.requests)
-        self._functions["begin"](self._ints)
+        self._functions["begin"](self._ints, self._requests)
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
@@ -112,9 +120,6 @@ class CompiledEngine:
         self._whole = np.zeros(kernel.N_ALL_TOTALS, dtype=np.int64)
         self._real = np.zeros(2 * layout.n_link)
         self._legal = np.zeros(3 * layout.n_pd, dtype=np.int64)
-
-    def _load_capacity(self) -> None:
-        load_capacity(self.world, self._layout, self._ints, self._reals)
 
     # ------------------------------------------------------------------ stepping
 
@@ -170,13 +175,7 @@ class CompiledEngine:
     def _grow(self, status: int) -> None:
         """Double the array that is too small; offsets move, everything else stays."""
         old = self._layout
-        sizes = old.sizes
-        bigger = Sizes(
-            heap=2 * sizes.heap if status == kernel.GROW_HEAP else sizes.heap,
-            flows=2 * sizes.flows if status == kernel.GROW_FLOWS else sizes.flows,
-            changes=sizes.changes,
-        )
-        new = Layout(self.world.scenario, bigger)
+        new = Layout(self.world.scenario, bigger(old.sizes, status))
         self._ints, self._reals = moved(old, new, self._ints, self._reals)
         self._use(new)
 
@@ -281,6 +280,13 @@ def _copy_state(source: State, target: State) -> None:
     target[3][:] = source[3]
 
 
+def bigger(sizes: Sizes, status: int) -> Sizes:
+    """Twice the room in the array that the kernel found too small."""
+    if status == kernel.GROW_HEAP:
+        return replace(sizes, heap=2 * sizes.heap)
+    return replace(sizes, flows=2 * sizes.flows)
+
+
 def recent_lengths(ints: IntArray, pd: int) -> IntArray:
     """The last incremental lengths at the door of a PD cluster, oldest first."""
     site = int(ints[L.O_PD]) + pd * L.W_PD
@@ -299,13 +305,30 @@ def request_rows(world: World) -> IntArray:
     rows[:n, L.P_INPUT] = table.input_tokens
     rows[:n, L.P_OUTPUT] = table.output_tokens
     rows[:n, L.P_PD] = world.pd_of
-    rows[:, L.P_PREFILL_START : L.P_FINISH + 1] = NEVER_NS
+    rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
     rows[:, L.P_PRFAAS] = -1
+    if world.give_up_ns is not None:
+        rows[:n, L.P_GIVE_UP] = world.give_up_ns
+        rows[:n, L.P_GIVE_UP_WHO] = np.lexsort((np.arange(n), world.pd_of, world.give_up_ns))
+    if world.jitter_ns is not None:
+        rows[:n, L.P_LUCK] = world.jitter_ns
     return rows
 
 
-def load_capacity(world: World, layout: Layout, ints: IntArray, reals: FloatArray) -> None:
-    """Write the capacity traces of a world into the arrays."""
+def load_world(world: World, layout: Layout, ints: IntArray, reals: FloatArray) -> None:
+    """Write what a world has beside its requests into the arrays: capacity traces, faults, counts."""
+    n = len(world.requests)
+    ints[L.N_REQUESTS] = ints[L.UNRESOLVED] = n
+    ints[L.NEXT_GIVE_UP] = n if world.give_up_ns is None else 0
+    ints[L.NEXT_DEADLINE] = n if ints[L.DEADLINE_NS] == NEVER_NS else 0
+    faults = world.faults
+    ints[L.N_FAULTS] = len(faults)
+    at = layout.offsets[L.O_FAULT]
+    block = ints[at : at + len(faults) * L.W_FAULT].reshape(-1, L.W_FAULT)
+    block[:, L.E_TIME], block[:, L.E_CLUSTER] = faults.time_ns, faults.cluster
+    block[:, L.E_INSTANCE] = faults.instance
+    at = layout.offsets[L.OF_FAULT]
+    reals[at : at + len(faults)] = faults.speed
     changes = layout.sizes.changes
     for k, trace in enumerate(world.links):
         n = len(trace.time_ns)

@@ -14,15 +14,20 @@ class Kind(enum.IntEnum):
 
     DECISION = 0
     CAPACITY = 1
-    PREFILL_END = 2
-    FLOW_OPEN = 3
-    FLOW_END = 4
-    HANDOVER_END = 5
-    DECODE = 6
+    FAULT = 2
+    """An instance goes down, comes back or changes speed."""
+    PREFILL_END = 3
+    FLOW_OPEN = 4
+    FLOW_END = 5
+    HANDOVER_END = 6
+    DECODE = 7
     """First token or finish of a sequence."""
-    CONVERSION = 7
-    ARRIVAL = 8
-    SETTLE = 9
+    CONVERSION = 8
+    GIVE_UP = 9
+    """A client cancels."""
+    DEADLINE = 10
+    ARRIVAL = 11
+    SETTLE = 12
 
 
 #: Bits of each part of a key: 4 + 8 + 14 + 27 + 9 = 62, so that a key fits a signed 64-bit number.

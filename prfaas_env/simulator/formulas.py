@@ -22,6 +22,8 @@ NS_PER_S = 1_000_000_000
 BITS_PER_BYTE = 8
 #: A time that never comes, far below the int64 limit so that sums of a few of them do not overflow.
 NEVER_NS = 4_000_000_000_000_000_000
+#: Before any time of an episode.
+LONG_AGO_NS = -(1 << 61)
 
 
 def ns_from_s(seconds: float) -> int:
@@ -186,6 +188,46 @@ def water_level_bps(capacity_bps: float, caps_bps: Floats) -> float:
 def fair_share_bps(capacity_bps: float, capped_units: int, n_flows: int) -> float:
     """Even share for `n_flows` flows of what flows at their cap leave of a link."""
     return max(capacity_bps - capped_units * RATE_UNIT_BPS, 0.0) / n_flows
+
+
+#: Constant of `connection_rate_bps`: losses at even distance, every segment acknowledged.
+LOSS_CONSTANT = math.sqrt(1.5)
+
+
+def connection_rate_bps(rtt_s: float, window_bytes: float, segment_bytes: int, loss: float) -> float:
+    """Steady rate of one TCP connection: window over round trip, or what loss allows, if that is less.
+
+    The law of loss is that of Mathis, Semke, Mahdavi and Ott (1997): segment / rtt x sqrt(3/2) / sqrt(loss).
+    Infinite at rtt 0.
+    """
+    if rtt_s <= 0.0:
+        return math.inf
+    rate_bps = window_bytes * BITS_PER_BYTE / rtt_s
+    if loss > 0.0:
+        rate_bps = min(rate_bps, segment_bytes * BITS_PER_BYTE / rtt_s * LOSS_CONSTANT / math.sqrt(loss))
+    return rate_bps
+
+
+def retransmitted_share(rate_bps: float, rtt_s: float, segment_bytes: int, loss: float) -> float:
+    """Share of segments sent again on connections that get `rate_bps` each from a link that is their limit.
+
+    A shared link holds a connection at a rate by dropping segments: the loss of `connection_rate_bps` at that rate,
+    where it is above the loss of the way.
+    """
+    if rtt_s <= 0.0 or rate_bps <= 0.0:
+        return loss
+    ratio = segment_bytes * BITS_PER_BYTE / rtt_s * LOSS_CONSTANT / rate_bps
+    return max(loss, min(ratio * ratio, 1.0))
+
+
+def jitter_ns(mean_s: float, luck_ns: int) -> int:
+    """Extra delay of a KV cache on a link whose mean is `mean_s`; `luck_ns` is the request's draw for a mean of 1 s."""
+    return ns_from_s(mean_s * (luck_ns / 1e9))
+
+
+def slowness(speed: float) -> int:
+    """Rank of an instance by speed, 0 for full speed: the fastest idle instance takes the next prompt."""
+    return round((1.0 - speed) * 1e6)
 
 
 def flow_end_ns(now_ns: int, remaining_bits: float, rate_bps: float) -> int:

@@ -34,6 +34,7 @@ from prfaas_env.simulator.formulas import (
     bit_units,
     fair_share_bps,
     flow_end_ns,
+    jitter_ns,
     kv_transfer_bytes,
     left_bits,
     ns_from_s,
@@ -42,7 +43,9 @@ from prfaas_env.simulator.formulas import (
     prefill_s,
     rate_units,
     rdma_s,
+    retransmitted_share,
     sent_bits,
+    slowness,
     virtual_now,
     virtual_ratio,
     virtual_when,
@@ -52,9 +55,11 @@ from prfaas_env.simulator.kernel_prefix import claim_prefix, seen_prefix, seen_t
 from prfaas_env.simulator.prefix_pool import (
     copy_ended,
     copying,
+    forget,
     handed_over,
     hold,
     prefill_ended,
+    release,
 )
 from prfaas_env.simulator.records import PREFIX_COUNTERS, REJECT_REASONS
 from prfaas_env.telemetry import (
@@ -95,8 +100,9 @@ DECISION_AT = PD_INDEX["threshold_valid"]
 RETRANSMISSION_AT = LINK_INDEX["retransmission_share"]
 N_PD_FIELDS, N_PRFAAS_FIELDS, N_LINK_FIELDS = len(PD_FIELDS), len(PRFAAS_FIELDS), len(LINK_FIELDS)
 
-CAPACITY, PREFILL_END, FLOW_OPEN, FLOW_END, HANDOVER_END, DECODE, CONVERSION = (
+CAPACITY, FAULT, PREFILL_END, FLOW_OPEN, FLOW_END, HANDOVER_END, DECODE, CONVERSION = (
     int(Kind.CAPACITY),
+    int(Kind.FAULT),
     int(Kind.PREFILL_END),
     int(Kind.FLOW_OPEN),
     int(Kind.FLOW_END),
@@ -106,7 +112,8 @@ CAPACITY, PREFILL_END, FLOW_OPEN, FLOW_END, HANDOVER_END, DECODE, CONVERSION = (
 )
 PREFILL_ROLE, DECODE_ROLE = 0, 1
 ACTIVE, DRAINING, SWITCHING = 0, 1, 2
-OPEN, FINISHED, REJECTED = 1, 2, 3
+OPEN, FINISHED, REJECTED, ABORTED = 1, 2, 3, 4
+ATTEMPT_MASK = (1 << ATTEMPT_BITS) - 1
 LOCAL_ROUTE, REMOTE_ROUTE = 1, 2
 MOVE_TO_DECODE, MOVE_NONE, MOVE_TO_PREFILL = 0, 1, 2
 #: Key of a tournament tree: sequences or slowness above, instance number below.
@@ -417,10 +424,27 @@ def route(
     Z: IntArray, F: FloatArray, C: IntArray, pd: int, r: int, input_tokens: int, incremental: int
 ) -> int:
     """Link to go over, or -1 for local prefill."""
+    if Z[Z[L.O_PD] + pd * L.W_PD + L.D_N_LINKS] == 0:
+        return -1
+    k = chosen_link(Z, F, C, pd, r, input_tokens, incremental)
+    return k if k < 0 else alive(Z, pd, k)
+
+
+def alive(Z: IntArray, pd: int, k: int) -> int:
+    """Link k, or -1 where its PrfaaS cluster is wholly down and there is local prefill."""
+    remote = Z[L.O_POOL] + Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL] * L.W_POOL
+    if Z[remote + L.Q_ACTIVE] > 0:
+        return k
+    local = Z[L.O_POOL] + Z[Z[L.O_PD] + pd * L.W_PD + L.D_POOL] * L.W_POOL
+    return -1 if Z[local + L.Q_ACTIVE] > 0 else k
+
+
+def chosen_link(
+    Z: IntArray, F: FloatArray, C: IntArray, pd: int, r: int, input_tokens: int, incremental: int
+) -> int:
+    """What the decision in force says: a link or -1; a link where there is no local prefill."""
     site = Z[L.O_PD] + pd * L.W_PD
     n_links = Z[site + L.D_N_LINKS]
-    if n_links == 0:
-        return -1
     forced = Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] == 0
     value = F[Z[L.OF_PD] + pd * L.WF_PD + L.DF_VALUE]
     by_margin = Z[site + L.D_BY_MARGIN] != 0
@@ -501,23 +525,23 @@ def copy_first(Z: IntArray, F: FloatArray, P: IntArray, r: int, k: int, tokens: 
     P[r, L.P_BYTES] = n_bytes
     P[r, L.P_SENT_BYTES] += n_bytes
     P[r, L.P_LINK] = k
+    P[r, L.P_OPENED] = -1
     Z[Z[L.O_LINK] + k * L.W_LINK + L.K_PENDING_BITS] += n_bytes * BITS_PER_BYTE
-    open_flow(Z, F, P, k, r)
+    open_when_ready(Z, F, P, k, r)
 
 
 def copy_arrives(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
     """A copied prefix is there: queue the first attempt."""
     pd = P[r, L.P_PD]
-    site = Z[L.O_PD] + pd * L.W_PD
     copy_ended(C, r, Z[L.NOW])
     input_tokens = P[r, L.P_INPUT]
     new_tokens = P[r, L.P_INCREMENTAL]
-    k = P[r, L.P_LINK]
-    if P[r, L.P_ROUTE] != REMOTE_ROUTE:
-        k = -1
-        if Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] == 0:
-            # the last local prefill instance has changed its role meanwhile
-            k = best_link(Z, F, C, pd, r, input_tokens, input_tokens - new_tokens, P[r, L.P_HAD])[0]
+    # whoever was to prefill it may be gone meanwhile
+    k = (
+        alive(Z, pd, P[r, L.P_LINK])
+        if P[r, L.P_ROUTE] == REMOTE_ROUTE
+        else retry_link(Z, F, C, P, r, new_tokens)
+    )
     start_attempt(Z, F, P, r, 1, new_tokens, input_tokens - new_tokens, P[r, L.P_OUTPUT], k)
 
 
@@ -562,6 +586,17 @@ def start_attempt(
 # ------------------------------------------------------------------ prefill and link
 
 
+def counts_in(Z: IntArray, i: int, role: int) -> bool:
+    """Whether the instance at offset `i` counts in a role: active and not down."""
+    return Z[i + L.I_ROLE] == role and Z[i + L.I_PHASE] == ACTIVE and Z[i + L.I_UP] != 0
+
+
+def speed_of(F: FloatArray, inst: int) -> float:
+    """Speed of an instance now, share of full."""
+    real = L.AT_REAL_INST + inst * L.WF_INST
+    return F[real + L.IF_SPEED] * F[real + L.IF_HEALTH]
+
+
 def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
     """Bring the trees of an instance's pool up to date with its role, phase and work."""
     i = L.AT_INST + inst * L.W_INST
@@ -570,11 +605,12 @@ def set_prefill_state(Z: IntArray, F: FloatArray, inst: int) -> None:
     leaves = Z[q + L.Q_LEAVES]
     idle_key = L.NO_KEY
     free_key = L.NO_KEY
-    if Z[i + L.I_ROLE] == PREFILL_ROLE and Z[i + L.I_PHASE] == ACTIVE:
+    if counts_in(Z, i, PREFILL_ROLE):
         if Z[i + L.I_RUNNING] >= 0:
             free_key = Z[i + L.I_END_NS]
         else:
-            slow = 1 if F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED] < 1.0 else 0
+            speed = speed_of(F, inst)
+            slow = slowness(speed) if speed < 1.0 else 0
             idle_key = (slow << TREE_SHIFT) + leaf
     at = Z[q + L.Q_IDLE_TREE]
     if Z[at + leaves + leaf] != idle_key:
@@ -594,7 +630,7 @@ def set_decode_state(Z: IntArray, inst: int) -> None:
     leaf = inst - Z[q + L.Q_FIRST]
     key = L.NO_KEY
     n = Z[i + L.I_SEQUENCES]
-    if Z[i + L.I_ROLE] == DECODE_ROLE and Z[i + L.I_PHASE] == ACTIVE and n < Z[site + L.D_SLOTS_EACH]:
+    if counts_in(Z, i, DECODE_ROLE) and n < Z[site + L.D_SLOTS_EACH]:
         key = (n << TREE_SHIFT) + leaf
     tree_set(Z, Z[site + L.D_TREE], Z[q + L.Q_LEAVES], leaf, key)
 
@@ -612,7 +648,7 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool:
         Z[q + L.Q_WORK_NS] -= P[r, L.P_WORK_NS]
         Z[q + L.Q_TOKENS] -= P[r, L.P_NEW]
         duration_ns = P[r, L.P_WORK_NS]
-        speed = F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_SPEED]
+        speed = speed_of(F, inst)
         if speed < 1.0:
             cached_tokens = P[r, L.P_CONTEXT] - P[r, L.P_NEW]
             duration_ns = ns_from_s(pool_prefill_s(Z, F, q, P[r, L.P_NEW], cached_tokens) / speed)
@@ -640,12 +676,16 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool:
         heap_push(Z, end_ns, event_key(PREFILL_END, pool, leaf, r, attempt))
 
 
-def prefill_ends(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int, r: int) -> None:
-    """A prefill is done: its instance is free, its cache is wholly there."""
+def prefill_ends(
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int, r: int, attempt: int
+) -> None:
+    """A prefill is done: its instance is free, its cache is wholly there. One that was lost is ignored."""
     now = Z[L.NOW]
     q = Z[L.O_POOL] + pool * L.W_POOL
     inst = Z[q + L.Q_FIRST] + leaf
     i = L.AT_INST + inst * L.W_INST
+    if Z[i + L.I_RUNNING] != r or is_late(P, r, attempt):
+        return
     integral_add(Z, q + L.Q_BUSY, now, -1)
     Z[i + L.I_RUNNING] = -1
     if Z[i + L.I_PHASE] == DRAINING:
@@ -662,7 +702,7 @@ def prefill_ends(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int
         )
         push_handover(Z, F, C, P, r, now + handover_ns)
     elif Z[L.LAYERS] == 1:
-        open_flow(Z, F, P, k, r)
+        open_when_ready(Z, F, P, k, r)
     else:
         link = Z[L.O_LINK] + k * L.W_LINK
         requests = flow_ints(Z, k, L.FL_REQUEST)
@@ -670,6 +710,17 @@ def prefill_ends(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int
             if Z[requests + position] == r:
                 production_ends(Z, F, k, position)
                 break
+
+
+def is_late(P: IntArray, r: int, attempt: int) -> bool:
+    """Whether an event belongs to an attempt that was lost or aborted."""
+    return P[r, L.P_STATUS] != OPEN or P[r, L.P_ATTEMPTS] & ATTEMPT_MASK != attempt
+
+
+def handover_ends(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, attempt: int) -> None:
+    """A cache is at the decode side (or a copied prefix at its target), if its request still wants it."""
+    if not is_late(P, r, attempt):
+        cache_arrives(Z, F, C, P, r)
 
 
 def push_handover(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, at_ns: int) -> None:
@@ -700,6 +751,27 @@ def cache_arrives(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) 
 # some flow is an exception (no bytes, or so few that rounding matters).
 
 
+def open_when_ready(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
+    """Open the flow of request r now, or once connections are set up: those of a link long idle are closed."""
+    now = Z[L.NOW]
+    link = Z[L.O_LINK] + k * L.W_LINK
+    if Z[link + L.K_FLOWS] == 0:
+        if Z[link + L.K_SETUP_NS] > 0 and now - Z[link + L.K_IDLE_SINCE_NS] >= Z[link + L.K_IDLE_NS]:
+            Z[link + L.K_IDLE_SINCE_NS] = now + Z[link + L.K_SETUP_NS]
+        if Z[link + L.K_IDLE_SINCE_NS] > now:
+            Z[link + L.K_READY_NS] = Z[link + L.K_IDLE_SINCE_NS]
+            Z[link + L.K_WAITING] += 1
+            heap_push(Z, Z[link + L.K_READY_NS], event_key(FLOW_OPEN, k, 0, r, P[r, L.P_ATTEMPTS]))
+            return
+    open_flow(Z, F, P, k, r)
+
+
+def flow_opens(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int, attempt: int) -> None:
+    """The first layers of a cache are there, or connections are set up."""
+    if not is_late(P, r, attempt):
+        open_when_ready(Z, F, P, k, r)
+
+
 def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
     """Add the flow of request r to link k; it gets a rate when the instant is settled."""
     now = Z[L.NOW]
@@ -725,6 +797,7 @@ def open_flow(Z: IntArray, F: FloatArray, P: IntArray, k: int, r: int) -> None:
     Z[link + L.K_CHANGED] += 1
     if now >= until_ns:
         production_ends(Z, F, k, position)
+    P[r, L.P_OPENED] = P[r, L.P_ATTEMPTS]
     Z[link + L.K_PENDING_BITS] -= bits_whole
     Z[link + L.K_DIRTY] = 1
 
@@ -897,7 +970,10 @@ def flows_end(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, k: int) -> N
         F[real + L.KF_COMPLETED] += F[flow_reals(Z, k, L.FLF_BITS) + best]
         remove_flow(Z, F, k, best)
         # a flow without bytes is over at once, but the request waits for its prefill
-        push_handover(Z, F, C, P, r, max(now, P[r, L.P_END]) + latency_ns)
+        at_ns = max(now, P[r, L.P_END]) + latency_ns
+        if Z[L.HAS_JITTER] != 0:
+            at_ns += jitter_ns(F[real + L.KF_JITTER_S], P[r, L.P_LUCK])
+        push_handover(Z, F, C, P, r, at_ns)
     Z[link + L.K_NEXT_END] = NEVER_NS
     Z[link + L.K_DIRTY] = 1
 
@@ -922,6 +998,8 @@ def remove_flow(Z: IntArray, F: FloatArray, k: int, position: int) -> None:
         hole = Z[link + L.K_PAST]
         move_flow(Z, F, k, hole, position)
     Z[link + L.K_FLOWS] -= 1
+    if Z[link + L.K_FLOWS] == 0:
+        Z[link + L.K_IDLE_SINCE_NS] = Z[L.NOW]
     move_flow(Z, F, k, Z[link + L.K_FLOWS], hole)
 
 
@@ -1001,7 +1079,7 @@ def place_for(Z: IntArray, site: int, kv_tokens: int) -> int:
     fewest = 0
     for inst in range(first, first + Z[q + L.Q_N]):
         i = L.AT_INST + inst * L.W_INST
-        if Z[i + L.I_ROLE] != DECODE_ROLE or Z[i + L.I_PHASE] != ACTIVE:
+        if not counts_in(Z, i, DECODE_ROLE):
             continue
         n = Z[i + L.I_SEQUENCES]
         room = n < Z[site + L.D_SLOTS_EACH] and Z[i + L.I_KV] + kv_tokens <= capacity
@@ -1067,7 +1145,7 @@ def settle_batch(Z: IntArray, F: FloatArray, inst: int) -> None:
     pd = Z[q + L.Q_PD]
     site = Z[L.O_PD] + pd * L.W_PD
     Z[i + L.I_DIRTY] = 0
-    if Z[site + L.D_FLAT] != 0 and F[real + L.IF_RATIO] == 1.0 and F[real + L.IF_SPEED] == 1.0:
+    if Z[site + L.D_FLAT] != 0 and F[real + L.IF_RATIO] == 1.0 and speed_of(F, inst) == 1.0:
         # the step is the same whatever the batch, and at ratio 1 the anchor does not matter
         wake_decode(Z, F, inst)
         return
@@ -1085,7 +1163,7 @@ def settle_batch(Z: IntArray, F: FloatArray, inst: int) -> None:
         F[profile + L.DF_C_S],
         batch,
         Z[i + L.I_CONTEXT] + generated,
-        F[real + L.IF_SPEED],
+        speed_of(F, inst),
     )
     wake_decode(Z, F, inst)
 
@@ -1235,7 +1313,7 @@ def conversion_source(Z: IntArray, site: int, move: int) -> int:
     best_key = NEVER_NS
     for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
         i = L.AT_INST + inst * L.W_INST
-        if Z[i + L.I_ROLE] != role or Z[i + L.I_PHASE] != ACTIVE:
+        if not counts_in(Z, i, role):
             continue
         busy_key = Z[i + L.I_END_NS] if Z[i + L.I_RUNNING] >= 0 else -1
         key = Z[i + L.I_SEQUENCES] if role == DECODE_ROLE else busy_key
@@ -1334,10 +1412,10 @@ def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
         Z[i + L.I_WARM_UNTIL_NS] = Z[L.NOW] + Z[L.WARMUP_NS]
         push_conversion(Z, inst, Z[i + L.I_WARM_UNTIL_NS])
     if Z[i + L.I_ROLE] == PREFILL_ROLE:
-        Z[q + L.Q_ACTIVE] += 1
+        Z[q + L.Q_ACTIVE] += Z[i + L.I_UP]
         set_prefill_state(Z, F, inst)
     else:
-        Z[site + L.D_ACTIVE] += 1
+        Z[site + L.D_ACTIVE] += Z[i + L.I_UP]
         set_decode_state(Z, inst)
 
 
@@ -1374,10 +1452,7 @@ def evict(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, inst: int) -> No
         leave_batch(Z, P, site, inst, r)
         cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
         new_tokens = P[r, L.P_CONTEXT] + produced - cached_tokens
-        k = -1
-        no_local = Z[q + L.Q_ACTIVE] == 0 and Z[site + L.D_N_LINKS] > 0
-        if P[r, L.P_ROUTE] == REMOTE_ROUTE or no_local:
-            k = best_link(Z, F, C, pd, r, cached_tokens + new_tokens, cached_tokens, P[r, L.P_HAD])[0]
+        k = retry_link(Z, F, C, P, r, new_tokens)
         start_attempt(
             Z,
             F,
@@ -1391,6 +1466,263 @@ def evict(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, inst: int) -> No
         )
     Z[i + L.I_MILE_N] = 0
     Z[i + L.I_NEXT_NS] = NEVER_NS
+
+
+# ------------------------------------------------------------------ faults and requests given up
+
+
+def push_fault(Z: IntArray) -> None:
+    """Schedule the next fault."""
+    if Z[L.FAULT_AT] < Z[L.N_FAULTS]:
+        at = Z[L.O_FAULT] + Z[L.FAULT_AT] * L.W_FAULT
+        heap_push(Z, Z[at + L.E_TIME], event_key(FAULT, Z[at + L.E_CLUSTER], Z[at + L.E_INSTANCE], 0, 0))
+
+
+def fault_event(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int) -> None:
+    """An instance goes down (speed 0), comes back, or changes speed."""
+    speed = F[Z[L.OF_FAULT] + Z[L.FAULT_AT]]
+    Z[L.FAULT_AT] += 1
+    push_fault(Z)
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    inst = Z[q + L.Q_FIRST] + leaf
+    i = L.AT_INST + inst * L.W_INST
+    was_up = Z[i + L.I_UP]
+    up = 1 if speed > 0.0 else 0
+    Z[i + L.I_UP] = up
+    F[L.AT_REAL_INST + inst * L.WF_INST + L.IF_HEALTH] = speed if up != 0 else 1.0
+    is_pd = pool >= Z[L.N_PRFAAS]
+    if Z[i + L.I_PHASE] == ACTIVE:
+        if Z[i + L.I_ROLE] == PREFILL_ROLE:
+            Z[q + L.Q_ACTIVE] += up - was_up
+        else:
+            Z[Z[L.O_PD] + Z[q + L.Q_PD] * L.W_PD + L.D_ACTIVE] += up - was_up
+    if is_pd:
+        set_decode_state(Z, inst)
+        mark_dirty(Z, inst)
+    if was_up != 0 and up == 0:
+        lose_work(Z, F, C, P, pool, inst)
+    else:
+        set_prefill_state(Z, F, inst)
+
+
+def lose_work(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, inst: int) -> None:
+    """What an instance worked on is prefilled again; a cluster without any instance hands its queue on."""
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    i = L.AT_INST + inst * L.W_INST
+    r = Z[i + L.I_RUNNING]
+    if r >= 0:
+        stop_prefill(Z, F, C, P, inst)
+        retry(Z, F, P, r, retry_link(Z, F, C, P, r, P[r, L.P_NEW]))
+    else:
+        set_prefill_state(Z, F, inst)
+    if pool >= Z[L.N_PRFAAS]:
+        evict(Z, F, C, P, inst)
+    if Z[i + L.I_PHASE] == DRAINING:
+        begin_switch(Z, F, inst)
+    if Z[q + L.Q_ACTIVE] > 0:
+        return
+    r = Z[q + L.Q_HEAD]
+    for _ in range(Z[q + L.Q_LEN]):
+        after = P[r, L.P_NEXT]
+        k = retry_link(Z, F, C, P, r, P[r, L.P_NEW])
+        other = (
+            Z[Z[L.O_PD] + P[r, L.P_PD] * L.W_PD + L.D_POOL]
+            if k < 0
+            else Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
+        )
+        if other != pool:
+            leave_prefill_queue(Z, P, q, r)
+            forget_bits(Z, F, P, r, False)
+            retry(Z, F, P, r, k)
+        r = after
+
+
+def stop_prefill(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, inst: int) -> None:
+    """A running prefill ends before its time; nothing of it is left."""
+    i = L.AT_INST + inst * L.W_INST
+    r = Z[i + L.I_RUNNING]
+    Z[i + L.I_RUNNING] = -1
+    integral_add(Z, Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL + L.Q_BUSY, Z[L.NOW], -1)
+    set_prefill_state(Z, F, inst)
+    if C[X.ON] != 0:
+        release(C, r)
+    forget_bits(Z, F, P, r, True)
+
+
+def forget_bits(Z: IntArray, F: FloatArray, P: IntArray, r: int, started: bool) -> None:
+    """Nothing more of the attempt of request r crosses its link; what has been sent counts as delivered."""
+    k = P[r, L.P_LINK]
+    if k < 0:
+        return
+    link = Z[L.O_LINK] + k * L.W_LINK
+    if P[r, L.P_OPENED] != P[r, L.P_ATTEMPTS]:
+        Z[link + L.K_PENDING_BITS] -= P[r, L.P_BYTES] * BITS_PER_BYTE
+        if started:
+            P[r, L.P_SENT_BYTES] -= P[r, L.P_BYTES]
+        return
+    requests = flow_ints(Z, k, L.FL_REQUEST)
+    for position in range(Z[link + L.K_FLOWS]):
+        if Z[requests + position] == r:
+            left = bit_units(flow_remaining(Z, F, k, position, Z[L.NOW])) * BIT_UNIT
+            completed = Z[L.OF_LINK] + k * L.WF_LINK + L.KF_COMPLETED
+            F[completed] += F[flow_reals(Z, k, L.FLF_BITS) + position] - left
+            P[r, L.P_SENT_BYTES] -= int(left) // BITS_PER_BYTE
+            remove_flow(Z, F, k, position)
+            Z[link + L.K_DIRTY] = 1
+            return
+
+
+def retry_link(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, new_tokens: int) -> int:
+    """Link for another attempt, or -1: the side it was routed to first, unless nobody is left there."""
+    pd = P[r, L.P_PD]
+    site = Z[L.O_PD] + pd * L.W_PD
+    if Z[site + L.D_N_LINKS] == 0:
+        return -1
+    if P[r, L.P_ROUTE] != REMOTE_ROUTE and Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] > 0:
+        return -1
+    cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
+    context_tokens = cached_tokens + new_tokens
+    return alive(Z, pd, best_link(Z, F, C, pd, r, context_tokens, cached_tokens, P[r, L.P_HAD])[0])
+
+
+def retry(Z: IntArray, F: FloatArray, P: IntArray, r: int, k: int) -> None:
+    """Prefill once more what an attempt was to prefill."""
+    start_attempt(
+        Z,
+        F,
+        P,
+        r,
+        P[r, L.P_ATTEMPTS] + 1,
+        P[r, L.P_NEW],
+        P[r, L.P_CONTEXT] - P[r, L.P_NEW],
+        P[r, L.P_REMAINING],
+        k,
+    )
+
+
+def unlink(Z: IntArray, P: IntArray, head: int, tail: int, length: int, r: int) -> bool:
+    """Take request r out of a queue, wherever it stands; False if it is not in it. Offsets in Z of its three fields."""
+    before = -1
+    at = Z[head]
+    for _ in range(Z[length]):
+        if at == r:
+            if before < 0:
+                Z[head] = P[r, L.P_NEXT]
+            else:
+                P[before, L.P_NEXT] = P[r, L.P_NEXT]
+            if Z[tail] == r:
+                Z[tail] = before
+            Z[length] -= 1
+            return True
+        before = at
+        at = P[at, L.P_NEXT]
+    return False
+
+
+def leave_prefill_queue(Z: IntArray, P: IntArray, q: int, r: int) -> bool:
+    """Take request r out of the prefill queue of the pool at offset `q`; False if it is not in it."""
+    if not unlink(Z, P, q + L.Q_HEAD, q + L.Q_TAIL, q + L.Q_LEN, r):
+        return False
+    Z[q + L.Q_WORK_NS] -= P[r, L.P_WORK_NS]
+    Z[q + L.Q_TOKENS] -= P[r, L.P_NEW]
+    return True
+
+
+def leave_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int, r: int) -> bool:
+    """Take request r out of the batch it decodes in; False if there is none."""
+    site = Z[L.O_PD] + pd * L.W_PD
+    q = Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL
+    for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
+        i = L.AT_INST + inst * L.W_INST
+        base = mile_base(Z, inst)
+        n = Z[i + L.I_MILE_N]
+        found = False
+        for m in range(n):
+            found = found or Z[base + L.W_MILE * m + L.M_WHAT] >> 1 == r
+        if not found:
+            continue
+        leave_batch(Z, P, site, inst, r)
+        Z[i + L.I_MILE_N] = 0
+        for m in range(n):
+            target = Z[base + L.W_MILE * m + L.M_TARGET]
+            what = Z[base + L.W_MILE * m + L.M_WHAT]
+            if what >> 1 != r:
+                mile_push(Z, inst, target, what)
+        if Z[i + L.I_SEQUENCES] == 0 and Z[i + L.I_PHASE] == DRAINING:
+            begin_switch(Z, F, inst)
+        return True
+    return False
+
+
+def abort(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
+    """Nobody waits for request r any more: whatever holds it lets it go."""
+    if P[r, L.P_STATUS] != OPEN:
+        return
+    now = Z[L.NOW]
+    P[r, L.P_STATUS] = ABORTED
+    P[r, L.P_ABORT] = now
+    Z[L.ABORTED] += 1
+    Z[L.UNRESOLVED] -= 1
+    pd = P[r, L.P_PD]
+    if P[r, L.P_FIRST] == NEVER_NS:
+        integral_add(Z, L.WAITING, now, -1)
+        count_first_token(F, door_row(Z, F, pd, now), False)
+    if C[X.ON] != 0:
+        forget(C, Z[L.N_PRFAAS] + pd, r)
+    if leave_decode(Z, F, P, pd, r):
+        return
+    site = Z[L.O_PD] + pd * L.W_PD
+    if unlink(Z, P, site + L.D_HEAD, site + L.D_TAIL, site + L.D_LEN, r):
+        Z[site + L.D_TOKENS] -= P[r, L.P_CONTEXT]
+        return
+    k = P[r, L.P_LINK]
+    pool = Z[site + L.D_POOL] if k < 0 else Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
+    q = Z[L.O_POOL] + pool * L.W_POOL
+    if leave_prefill_queue(Z, P, q, r):
+        forget_bits(Z, F, P, r, False)
+        return
+    for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
+        i = L.AT_INST + inst * L.W_INST
+        if Z[i + L.I_RUNNING] == r:
+            stop_prefill(Z, F, C, P, inst)
+            if Z[i + L.I_PHASE] == DRAINING:
+                begin_switch(Z, F, inst)
+            return
+    forget_bits(Z, F, P, r, True)
+
+
+def next_abort(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray) -> None:
+    """A client that gives up now, or else a request whose deadline is now."""
+    n = Z[L.N_REQUESTS]
+    at = Z[L.NEXT_GIVE_UP]
+    if at < n and P[P[at, L.P_GIVE_UP_WHO], L.P_GIVE_UP] == Z[L.NOW]:
+        Z[L.NEXT_GIVE_UP] = at + 1
+        abort(Z, F, C, P, P[at, L.P_GIVE_UP_WHO])
+    else:
+        r = Z[L.NEXT_DEADLINE]
+        Z[L.NEXT_DEADLINE] = r + 1
+        if P[r, L.P_FIRST] == NEVER_NS:
+            abort(Z, F, C, P, r)
+    find_abort(Z, P)
+
+
+def find_abort(Z: IntArray, P: IntArray) -> None:
+    """Find the next instant at which a request that is not resolved is given up."""
+    n = Z[L.N_REQUESTS]
+    at = Z[L.NEXT_GIVE_UP]
+    while at < n and P[P[at, L.P_GIVE_UP_WHO], L.P_STATUS] > OPEN:
+        at += 1
+    Z[L.NEXT_GIVE_UP] = at
+    r = Z[L.NEXT_DEADLINE]
+    while r < n and (P[r, L.P_STATUS] > OPEN or P[r, L.P_FIRST] != NEVER_NS):
+        r += 1
+    Z[L.NEXT_DEADLINE] = r
+    next_ns = NEVER_NS
+    if at < n:
+        next_ns = P[P[at, L.P_GIVE_UP_WHO], L.P_GIVE_UP]
+    if r < n:
+        next_ns = min(next_ns, P[r, L.P_ARRIVAL] + Z[L.DEADLINE_NS])
+    Z[L.NEXT_ABORT_NS] = next_ns
 
 
 # ------------------------------------------------------------------ the loop
@@ -1415,6 +1747,7 @@ def settle(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray) -> None:
 
 def handle(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, key: int) -> None:
     """One event, read from its key."""
+    attempt = key & ATTEMPT_MASK
     request_mask = (1 << REQUEST_BITS) - 1
     r = (key >> ATTEMPT_BITS) & request_mask
     leaf = (key >> (ATTEMPT_BITS + REQUEST_BITS)) & ((1 << INSTANCE_BITS) - 1)
@@ -1423,24 +1756,28 @@ def handle(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, key: int) -> No
     if kind == DECODE:
         decode_event(Z, F, P, cluster, leaf)
     elif kind == PREFILL_END:
-        prefill_ends(Z, F, C, P, cluster, leaf, r)
+        prefill_ends(Z, F, C, P, cluster, leaf, r, attempt)
     elif kind == FLOW_OPEN:
-        open_flow(Z, F, P, cluster, r)
+        flow_opens(Z, F, P, cluster, r, attempt)
     elif kind == FLOW_END:
         flows_end(Z, F, C, P, cluster)
     elif kind == HANDOVER_END:
-        cache_arrives(Z, F, C, P, r)
+        handover_ends(Z, F, C, P, r, attempt)
+    elif kind == FAULT:
+        fault_event(Z, F, C, P, cluster, leaf)
     elif kind == CAPACITY:
         capacity_changes(Z, F, cluster)
     else:
         conversion_event(Z, F, C, P, cluster, leaf)
 
 
-def lacks_room(Z: IntArray) -> int:
-    """Whether one more instant could overflow the heap or a link's flows; `RAN` if not."""
+def lacks_room(Z: IntArray, now: int) -> int:
+    """Whether the instant `now` could overflow the heap or a link's flows; `RAN` if not."""
     for k in range(Z[L.N_LINK]):
         link = Z[L.O_LINK] + k * L.W_LINK
-        if Z[link + L.K_FLOWS] + Z[link + L.K_INSTANCES] >= Z[L.FLOW_CAP]:
+        if now > Z[link + L.K_READY_NS]:
+            Z[link + L.K_WAITING] = 0
+        if Z[link + L.K_FLOWS] + Z[link + L.K_INSTANCES] + Z[link + L.K_WAITING] >= Z[L.FLOW_CAP]:
             return GROW_FLOWS
     return GROW_HEAP if Z[L.HEAP_N] > Z[L.HEAP_ROOM] else RAN
 
@@ -1457,19 +1794,23 @@ def run(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, until_ns: int, to_
         now = P[arrival, L.P_ARRIVAL] if arrival < n_requests else NEVER_NS
         if Z[L.HEAP_N] > 0 and Z[heap] < now:
             now = Z[heap]
+        if Z[L.NEXT_ABORT_NS] < now:
+            now = Z[L.NEXT_ABORT_NS]
         if now >= until_ns:
             break
-        lack = lacks_room(Z)
+        lack = lacks_room(Z, now)
         if lack != RAN:
             return lack
         Z[L.NOW] = now
         while True:
             if Z[L.HEAP_N] > 0 and Z[heap] == now:
                 handle(Z, F, C, P, heap_pop(Z))
+            elif Z[L.NEXT_ABORT_NS] == now:
+                next_abort(Z, F, C, P)
             elif arrival < n_requests and P[arrival, L.P_ARRIVAL] == now:
-                if C[X.ON] != 0 and lacks_room(Z) != RAN:
+                if C[X.ON] != 0 and lacks_room(Z, now) != RAN:
                     # each arrival may open a flow for a copy; the next call goes on within this instant
-                    return lacks_room(Z)
+                    return lacks_room(Z, now)
                 Z[L.NEXT_ARRIVAL] = arrival + 1
                 arrive(Z, F, C, P, arrival)
                 arrival += 1
@@ -1481,8 +1822,10 @@ def run(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, until_ns: int, to_
     return RAN
 
 
-def begin(Z: IntArray) -> None:
-    """Schedule the first capacity change of each link (arrays as `Layout.start` made them)."""
+def begin(Z: IntArray, P: IntArray) -> None:
+    """Schedule what comes first: capacity changes, a fault, an abort (arrays as `Layout.start` made them)."""
+    find_abort(Z, P)
+    push_fault(Z)
     for k in range(Z[L.N_LINK]):
         Z[Z[L.O_LINK] + k * L.W_LINK + L.K_CAP_AT] = 1
         push_capacity(Z, k)
@@ -1553,7 +1896,7 @@ def read_site(Z: IntArray, F: FloatArray, P: IntArray, pd: int, out: FloatArray,
         i = L.AT_INST + inst * L.W_INST
         n = Z[i + L.I_SEQUENCES]
         busy += 1 if n > 0 else 0
-        if Z[i + L.I_ROLE] == DECODE_ROLE and Z[i + L.I_PHASE] == ACTIVE:
+        if counts_in(Z, i, DECODE_ROLE):
             used += n
             kv += Z[i + L.I_KV]
     active = Z[site + L.D_ACTIVE]
@@ -1611,7 +1954,20 @@ def read_link(Z: IntArray, F: FloatArray, k: int, out: FloatArray, at: int) -> N
     out[at + 1] = backlog_bits / F[real + L.KF_STATE]
     out[at + 2] = staged_bits(Z, F, k, now) / BITS_PER_BYTE
     out[at + 3] = Z[link + L.K_FLOWS]
-    out[at + RETRANSMISSION_AT] = 0.0
+    out[at + RETRANSMISSION_AT] = retransmitted(Z, F, k)
+
+
+def retransmitted(Z: IntArray, F: FloatArray, k: int) -> float:
+    """Share of segments sent again now, as the senders of the flows of link k would count them."""
+    link = Z[L.O_LINK] + k * L.W_LINK
+    real = Z[L.OF_LINK] + k * L.WF_LINK
+    n = Z[link + L.K_FLOWS]
+    if Z[link + L.K_CONGESTED] == 0:
+        return F[real + L.KF_LOSS] if n > 0 else 0.0
+    each_bps = F[real + L.KF_TOTAL_RATE] / (n * Z[link + L.K_CONNECTIONS]) if n > 0 else 0.0
+    return retransmitted_share(
+        each_bps, F[real + L.KF_ROUND_TRIP_S], Z[link + L.K_SEGMENT_BYTES], F[real + L.KF_LOSS]
+    )
 
 
 def read_telemetry(Z: IntArray, F: FloatArray, P: IntArray, out: FloatArray, legal: IntArray) -> None:

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas_env.scenarios.models import Scenario
-from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, IntArray, decode_step_s, ns_from_s
+from prfaas_env.simulator.faults import deadline_ns
+from prfaas_env.simulator.formulas import (
+    LONG_AGO_NS,
+    NEVER_NS,
+    FloatArray,
+    IntArray,
+    decode_step_s,
+    ns_from_s,
+)
 from prfaas_env.simulator.world import links_of
 from prfaas_env.telemetry import (
     N_BUCKETS,
@@ -34,6 +42,13 @@ from prfaas_env.telemetry import (
     HEAP_N,
     HEAP_CAP,
     HEAP_ROOM,
+    NEXT_GIVE_UP,
+    NEXT_DEADLINE,
+    NEXT_ABORT_NS,
+    DEADLINE_NS,
+    HAS_JITTER,
+    N_FAULTS,
+    FAULT_AT,
     N_INST,
     N_POOL,
     N_PD,
@@ -83,6 +98,7 @@ from prfaas_env.telemetry import (
     O_RECENT,
     O_WIRE,
     O_LINKS_OF_PD,
+    O_FAULT,
     OF_INST,
     OF_PD,
     OF_LINK,
@@ -91,8 +107,9 @@ from prfaas_env.telemetry import (
     OF_DOOR,
     OF_WIRE,
     OF_SUMS,
+    OF_FAULT,
     N_SCALARS,
-) = range(65)
+) = range(74)
 
 # ------------------------------------------------------------------ scalars of F
 TTFT_SLO_S, TPOT_SLO_S, WARMUP_SPEED, PEAK_FROM_S, N_REALS = range(5)
@@ -119,9 +136,10 @@ TTFT_SLO_S, TPOT_SLO_S, WARMUP_SPEED, PEAK_FROM_S, N_REALS = range(5)
     I_LIMIT_NS,
     I_SWITCH_END_NS,
     I_WARM_UNTIL_NS,
+    I_UP,
     W_INST,
-) = range(21)
-IF_SPEED, IF_RATIO, WF_INST = range(3)
+) = range(22)
+IF_SPEED, IF_RATIO, IF_HEALTH, WF_INST = range(4)
 
 (
     Q_FIRST,
@@ -209,8 +227,15 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     K_HELD_UNITS,
     K_CHANGED,
     K_EARLY,
+    K_CONNECTIONS,
+    K_SEGMENT_BYTES,
+    K_SETUP_NS,
+    K_IDLE_NS,
+    K_IDLE_SINCE_NS,
+    K_READY_NS,
+    K_WAITING,
     W_LINK,
-) = range(18)
+) = range(25)
 (
     KF_CAPACITY,
     KF_TOTAL_RATE,
@@ -219,8 +244,11 @@ IF_SPEED, IF_RATIO, WF_INST = range(3)
     KF_FLOW_CAP,
     KF_LATENCY_S,
     KF_MOST_CAP,
+    KF_ROUND_TRIP_S,
+    KF_LOSS,
+    KF_JITTER_S,
     KF_STATE,
-) = range(8)
+) = range(11)
 WF_LINK = KF_STATE + N_LINK_STATE
 
 # Flows of a link: one array of FLOW_CAP numbers per field, so that a pass over one field reads little memory.
@@ -248,9 +276,11 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_JOIN,
     P_FIRST,
     P_FINISH,
+    P_ABORT,
     P_NEXT,
     P_WORK_NS,
     P_BYTES,
+    P_OPENED,
     P_NEW,
     P_CONTEXT,
     P_REMAINING,
@@ -259,14 +289,20 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_END,
     P_LINK,
     P_JOINED_U,
+    P_GIVE_UP,
+    P_GIVE_UP_WHO,
+    P_LUCK,
     P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent
     W_P,
-) = range(30)
+) = range(35)
+
+#: A fault: time, cluster, instance; its speed lies in F.
+E_TIME, E_CLUSTER, E_INSTANCE, W_FAULT = range(4)
 
 #: The instances always come first, so that their place is a constant.
 AT_INST, AT_REAL_INST = N_SCALARS, N_REALS
 #: Blocks that lie in F.
-REAL_BLOCKS = (OF_INST, OF_PD, OF_LINK, OF_FLOW, OF_CAPACITY, OF_DOOR, OF_WIRE, OF_SUMS)
+REAL_BLOCKS = (OF_INST, OF_PD, OF_LINK, OF_FLOW, OF_CAPACITY, OF_DOOR, OF_WIRE, OF_SUMS, OF_FAULT)
 #: Position of the peak inside a link's meter state.
 STATE_PEAK = N_LINK_STATE - 1
 
@@ -278,6 +314,7 @@ RECORD_COLUMNS = {
     "decode_join_ns": P_JOIN,
     "first_token_ns": P_FIRST,
     "finish_ns": P_FINISH,
+    "abort_ns": P_ABORT,
     "incremental_tokens": P_INCREMENTAL,
     "service_ns": P_SERVICE,
     "route": P_ROUTE,
@@ -292,11 +329,12 @@ NO_KEY = NEVER_NS
 
 @dataclass(frozen=True)
 class Sizes:
-    """Capacities that can grow: heap entries, flows per link, capacity changes per link."""
+    """Capacities that can grow: heap entries, flows per link, capacity changes per link, faults."""
 
     heap: int
     flows: int
     changes: int
+    faults: int = 0
 
 
 def _leaves(n: int) -> int:
@@ -365,6 +403,7 @@ class Layout:
         ints(O_RECENT, self.n_pd * RECENT_LENGTHS)
         ints(O_WIRE, self.n_link * N_BUCKETS)
         ints(O_LINKS_OF_PD, self.n_pd * max(self.n_link, 1))
+        ints(O_FAULT, self.sizes.faults * W_FAULT)
         self.trees: list[tuple[int, int, int]] = []
         for n in self.pool_sizes:
             leaves = _leaves(n)
@@ -378,6 +417,7 @@ class Layout:
         reals(OF_DOOR, self.n_pd * N_BUCKETS * N_DOOR_COLUMNS)
         reals(OF_WIRE, self.n_link * N_BUCKETS * N_LINK_COLUMNS)
         reals(OF_SUMS, self.n_pd * len(WINDOWS_S) * N_DOOR_COLUMNS)
+        reals(OF_FAULT, self.sizes.faults)
         deployment = self.scenario.deployment
         clusters: list[Any] = [*deployment.prfaas, *deployment.pd]
         self.profiles = [self.scenario.hardware_of(c).prefill.arrays() for c in clusters]
@@ -405,6 +445,9 @@ class Layout:
         limits = [x for x in (s.admission.max_input_tokens, s.model.max_input_tokens) if x is not None]
         ratio = round(s.control.conversion_interval_s / s.control.control_interval_s)
         for name, value in (
+            (NEXT_ABORT_NS, NEVER_NS),
+            (DEADLINE_NS, deadline_ns(s)),
+            (HAS_JITTER, any(link.jitter_s > 0 for link in s.deployment.links)),
             (HEAP_CAP, self.sizes.heap),
             # what one instant may add at most
             (HEAP_ROOM, self.sizes.heap - 4 * self.n_inst - self.n_link * (2 + self.sizes.flows) - 16),
@@ -480,7 +523,8 @@ class Layout:
                 for name in (I_NEXT_NS, I_SCHED_NS, I_SCHED_AFTER_NS):
                     ints[inst + name] = NEVER_NS
                 real = self.offsets[OF_INST] + (first + i) * WF_INST
-                reals[real + IF_SPEED] = reals[real + IF_RATIO] = 1.0
+                ints[inst + I_UP] = 1
+                reals[real + IF_SPEED] = reals[real + IF_RATIO] = reals[real + IF_HEALTH] = 1.0
             idle = np.where(np.arange(leaves) < n_prefill, np.arange(leaves), NO_KEY)
             decode = np.where(
                 (np.arange(leaves) >= n_prefill) & (np.arange(leaves) < n), np.arange(leaves), NO_KEY
@@ -543,7 +587,18 @@ class Layout:
             ints[base + K_NEXT_END] = ints[base + K_SCHED_NS] = NEVER_NS
             real = self.offsets[OF_LINK] + k * WF_LINK
             reals[real + KF_NOMINAL] = link.capacity_bps
-            reals[real + KF_FLOW_CAP] = np.inf if link.flow_cap_bps is None else link.flow_cap_bps
+            for name, value in (
+                (K_CONNECTIONS, link.connections),
+                (K_SEGMENT_BYTES, link.segment_bytes),
+                (K_SETUP_NS, ns_from_s(link.setup_s)),
+                (K_IDLE_NS, ns_from_s(link.idle_s)),
+                (K_IDLE_SINCE_NS, LONG_AGO_NS),
+            ):
+                ints[base + name] = value
+            reals[real + KF_FLOW_CAP] = link.flow_limit_bps
+            reals[real + KF_ROUND_TRIP_S] = link.round_trip_s
+            reals[real + KF_LOSS] = link.loss
+            reals[real + KF_JITTER_S] = link.jitter_s
             reals[real + KF_LATENCY_S] = link.latency_s
             reals[real + KF_STATE : real + KF_STATE + N_LINK_STATE] = (link.capacity_bps, -1.0, 1.0, 0.0)
             stamps = self.offsets[O_WIRE] + k * N_BUCKETS

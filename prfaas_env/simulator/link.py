@@ -8,6 +8,7 @@ from typing import Any
 
 from prfaas_env.simulator.formulas import (
     BIT_UNIT,
+    LONG_AGO_NS,
     NEVER_NS,
     NO_RATE_BPS,
     RATE_UNIT_BPS,
@@ -80,11 +81,35 @@ class LinkState:
     congested: bool = False
     completed_bits: float = 0.0
     next_end_ns: int = NEVER_NS
+    setup_ns: int = 0
+    idle_ns: int = NEVER_NS
+    """Without a flow for this long, connections are closed."""
+    idle_since_ns: int = LONG_AGO_NS
+
+    def opening_ns(self, now_ns: int) -> int:
+        """When a flow that is ready now may open: later if connections are to be set up first, or still are."""
+        if self.setup_ns > 0 and not self.flows and now_ns - self.idle_since_ns >= self.idle_ns:
+            self.idle_since_ns = now_ns + self.setup_ns
+        return max(now_ns, self.idle_since_ns) if not self.flows else now_ns
 
     def open(self, flow: Flow) -> None:
         """Add a flow; it gets a rate at the end of the instant."""
         self.flows.append(flow)
         self.dirty = True
+
+    def drop(self, flow: Flow, now_ns: int) -> float:
+        """Take a flow out before its end; what has been sent counts as delivered. Gives the bits not sent."""
+        # in the units that readings add up, so that what was delivered never falls
+        left = bit_units(flow.remaining_at(now_ns)) * BIT_UNIT
+        self.completed_bits += flow.bits - left
+        self.flows.remove(flow)
+        self._note_idle(now_ns)
+        self.dirty = True
+        return left
+
+    def _note_idle(self, now_ns: int) -> None:
+        if not self.flows:
+            self.idle_since_ns = now_ns
 
     def prefill_ended(self, flow: Flow) -> None:
         """Everything of this flow is produced: its own cap alone holds from now on."""
@@ -98,6 +123,7 @@ class LinkState:
             self.flows = [f for f in self.flows if f.end_ns != now_ns]
             for flow in due:
                 self.completed_bits += flow.bits
+            self._note_idle(now_ns)
             self.dirty = True
         return due
 

@@ -54,19 +54,21 @@ class Cohort:
 
     mask: np.ndarray[Any, np.dtype[np.bool_]]
     ttft_s: FloatArray
-    """Open requests at their present age; rejected and aborted ones are left out."""
+    """Open requests at their present age, aborted ones at their age when they ended; rejected ones are left out."""
     open_first: np.ndarray[Any, np.dtype[np.bool_]]
-    """Among `ttft_s`: the first token has not come yet."""
+    """Among `ttft_s`: the first token has not come, yet or ever."""
 
 
 def cohort(world: World, records: RequestRecords, start_ns: int, end_ns: int) -> Cohort:
-    """The requests that arrived in [start_ns, end_ns] and were accepted."""
+    """The requests that arrived in [start_ns, end_ns] and were accepted, those aborted later included."""
     arrival = world.requests.arrival_ns
-    accepted = (records.status == Status.OPEN) | (records.status == Status.FINISHED)
+    accepted = (records.status != Status.PENDING) & (records.status != Status.REJECTED)
     mask = (arrival >= start_ns) & (arrival <= end_ns) & accepted
     first = records.first_token_ns[mask]
     open_first = first == NEVER_NS
-    ttft_s = (np.where(open_first, end_ns, first) - arrival[mask]) / NS_PER_S
+    ttft_s = (
+        np.where(open_first, np.minimum(records.abort_ns[mask], end_ns), first) - arrival[mask]
+    ) / NS_PER_S
     return Cohort(mask, ttft_s, open_first)
 
 

@@ -51,6 +51,7 @@ _STAMPS = (
     "decode_join_ns",
     "first_token_ns",
     "finish_ns",
+    "abort_ns",
 )
 
 
@@ -69,6 +70,7 @@ class RequestRecords:
     decode_join_ns: IntArray
     first_token_ns: IntArray
     finish_ns: IntArray
+    abort_ns: IntArray
     incremental_tokens: IntArray
     service_ns: IntArray
     route: IntArray
@@ -79,7 +81,7 @@ class RequestRecords:
 
     def cached_tokens(self, input_tokens: IntArray) -> IntArray:
         """Prompt tokens that the prefix caches spared the first attempt, shape (n,); 0 unless accepted."""
-        accepted = (self.status == Status.OPEN) | (self.status == Status.FINISHED)
+        accepted = (self.status != Status.PENDING) & (self.status != Status.REJECTED)
         return np.where(accepted, input_tokens - self.incremental_tokens, 0)
 
     @classmethod

@@ -38,15 +38,18 @@ from prfaas_env.simulator.cluster import (
 )
 from prfaas_env.simulator.decode import FIRST, DecodeBatch, Sequence
 from prfaas_env.simulator.events import Kind, event_key
+from prfaas_env.simulator.faults import deadline_ns
 from prfaas_env.simulator.formulas import (
     BITS_PER_BYTE,
     NEVER_NS,
     decode_step_s,
+    jitter_ns,
     kv_transfer_bytes,
     ns_from_s,
     pipelined_cap_bps,
     pipelined_open_ns,
     rdma_s,
+    retransmitted_share,
 )
 from prfaas_env.simulator.link import Flow, LinkState
 from prfaas_env.simulator.records import (
@@ -162,7 +165,12 @@ class SimpyEngine:
         self.sites = [PdSite(self.world, i, n_prfaas + i) for i in range(len(deployment.pd))]
         prfaas_index = {spec.name: j for j, spec in enumerate(deployment.prfaas)}
         self.links = [
-            LinkState(float(trace.capacity_bps[0]), LinkMeter(spec.capacity_bps, scenario.measure.warmup_s))
+            LinkState(
+                float(trace.capacity_bps[0]),
+                LinkMeter(spec.capacity_bps, scenario.measure.warmup_s),
+                setup_ns=ns_from_s(spec.setup_s),
+                idle_ns=ns_from_s(spec.idle_s),
+            )
             for spec, trace in zip(deployment.links, self.world.links, strict=True)
         ]
         self.link_prfaas = [prfaas_index[spec.prfaas] for spec in deployment.links]
@@ -194,6 +202,11 @@ class SimpyEngine:
         self._pd_of: list[int] = self.world.pd_of.tolist()
         self.prefix = PrefixSide(self.world)
         self._had_tokens = [0] * len(requests)
+        jitter = self.world.jitter_ns
+        self._luck_ns: list[int] | None = None if jitter is None else jitter.tolist()
+        self._flow_limits_bps = [spec.flow_limit_bps for spec in deployment.links]
+        #: the attempt under way of each open request, until its sequence joins a batch
+        self.attempts: dict[int, Attempt] = {}
         self._unresolved = len(requests)
         self._settle_due = False
         for pool in self.remote:
@@ -205,6 +218,10 @@ class SimpyEngine:
         self.env.process(self._arrivals())
         for k in range(len(self.links)):
             self.env.process(self._capacity_changes(k))
+        self.env.process(self._faults())
+        self.env.process(self._give_ups())
+        if scenario.faults.deadline_s is not None:
+            self.env.process(self._deadlines())
 
     # ------------------------------------------------------------------ time
 
@@ -298,10 +315,7 @@ class SimpyEngine:
         site.converted_ns = now
         instance.phase = Phase.DRAINING
         instance.drained = self.env.event()
-        if role is Role.DECODE:
-            site.prefill.active -= 1
-        else:
-            site.decode.active -= 1
+        self._count_active(site.prefill, site, instance, -1)
         if instance.running is None and instance.sequences() == 0:
             instance.drained.succeed()
         self.env.process(self._convert(site, instance, role))
@@ -320,27 +334,32 @@ class SimpyEngine:
         else:
             yield instance.drained
         instance.drained = None
-        instance.phase, instance.speed, instance.warm_until_ns = Phase.SWITCHING, 1.0, -1
+        instance.phase, instance.warm_speed, instance.warm_until_ns = Phase.SWITCHING, 1.0, -1
         self._count_role(site, instance, -1)
         yield self._at(self.now_ns + ns_from_s(costs.switch_s), Kind.CONVERSION, cluster, instance.id)
         instance.role, instance.phase = role, Phase.ACTIVE
         site.converting -= 1
         self._count_role(site, instance, 1)
-        if role is Role.PREFILL:
-            site.prefill.active += 1
-        else:
-            site.decode.active += 1
+        self._count_active(site.prefill, site, instance, int(instance.up))
         if costs.warmup_s > 0 and costs.warmup_speed < 1:
-            instance.speed = costs.warmup_speed
+            instance.warm_speed = costs.warmup_speed
             warm_until_ns = instance.warm_until_ns = self.now_ns + ns_from_s(costs.warmup_s)
             self._settle_later()
             yield self._at(warm_until_ns, Kind.CONVERSION, cluster, instance.id)
             if instance.warm_until_ns != warm_until_ns:
                 return  # it has switched again since
-            instance.speed = 1.0
+            instance.warm_speed = 1.0
             if instance.batch is not None:
                 instance.batch.dirty = True
         self._settle_later()
+
+    @staticmethod
+    def _count_active(pool: PrefillPool, site: PdSite | None, instance: Instance, change: int) -> None:
+        """Account an instance that stops (-1) or begins (1) to count in its role."""
+        if instance.role is Role.PREFILL:
+            pool.active += change
+        elif site is not None:
+            site.decode.active += change
 
     def _count_role(self, site: PdSite, instance: Instance, change: int) -> None:
         """Account an instance that leaves (-1) or joins (1) its role."""
@@ -367,7 +386,7 @@ class SimpyEngine:
                 new_tokens=sequence.context_tokens + produced - cached_tokens,
                 cached_tokens=cached_tokens,
                 remaining_tokens=sequence.remaining_tokens - produced,
-                remote=self.records.route[request] == Route.REMOTE,
+                link=self._retry_link(request, site, sequence.context_tokens + produced - cached_tokens),
             )
         batch.refresh_next()
 
@@ -377,6 +396,178 @@ class SimpyEngine:
             return 0
         sequence = batch.sequences[request]
         return min(batch.generated(sequence, self.now_ns), sequence.remaining_tokens - 1)
+
+    # ------------------------------------------------------------------ faults
+
+    def _faults(self) -> Process:
+        trace = self.world.faults
+        rows = zip(
+            trace.time_ns.tolist(),
+            trace.cluster.tolist(),
+            trace.instance.tolist(),
+            trace.speed.tolist(),
+            strict=True,
+        )
+        for at_ns, cluster, instance, speed in rows:
+            yield self._at(at_ns, Kind.FAULT, cluster, instance)
+            self._set_health(cluster, instance, speed)
+
+    def _set_health(self, cluster: int, number: int, speed: float) -> None:
+        """An instance goes down (speed 0), comes back, or changes speed."""
+        n_prfaas = len(self.remote)
+        site = self.sites[cluster - n_prfaas] if cluster >= n_prfaas else None
+        pool = site.prefill if site is not None else self.remote[cluster]
+        instance = pool.instances[number]
+        was_up, instance.up = instance.up, speed > 0
+        instance.health = speed if instance.up else 1.0
+        if instance.phase is Phase.ACTIVE:
+            self._count_active(pool, site, instance, int(instance.up) - int(was_up))
+        if was_up and not instance.up:
+            self._lose_work(pool, site, instance)
+        if instance.batch is not None:
+            instance.batch.dirty = True
+        self._settle_later()
+
+    def _lose_work(self, pool: PrefillPool, site: PdSite | None, instance: Instance) -> None:
+        """What an instance worked on when it went down is prefilled again; a cluster without any hands its queue on.
+
+        What has been prefilled is safe: it lies in the cluster's memory, not in the instance.
+        """
+        attempt = instance.running
+        if attempt is not None:
+            self._stop_prefill(pool, instance)
+            self._retry(attempt)
+        if site is not None:
+            self._evict(site, instance)
+        if instance.drained is not None and not instance.drained.triggered:
+            instance.drained.succeed()
+        if pool.active == 0:
+            for queued in list(pool.queue):
+                home = self.sites[self._pd_of[queued.request]]
+                link = self._retry_link(queued.request, home, queued.new_tokens)
+                other = home.prefill if link < 0 else self.remote[self.link_prfaas[link]]
+                if other is not pool:
+                    pool.remove(queued)
+                    self._forget_bits(queued)
+                    self._retry(queued, link)
+
+    def _stop_prefill(self, pool: PrefillPool, instance: Instance) -> None:
+        """A running prefill ends before its time; nothing of it is left."""
+        attempt = instance.running
+        assert attempt is not None
+        instance.running = None
+        pool.busy.add(self.now_ns, -1)
+        self.prefix.release(attempt.request)
+        self._forget_bits(attempt)
+
+    def _forget_bits(self, attempt: Attempt) -> None:
+        """Nothing more of an attempt crosses its link."""
+        if attempt.link < 0:
+            return
+        if not attempt.opened:
+            self.pending_bits[attempt.link] -= attempt.bytes_to_send * BITS_PER_BYTE
+            if attempt.started_ns >= 0:
+                self.records.sent_bytes[attempt.request] -= attempt.bytes_to_send
+        elif attempt.flow is not None and attempt.flow in self.links[attempt.link].flows:
+            left = self.links[attempt.link].drop(attempt.flow, self.now_ns)
+            self.records.sent_bytes[attempt.request] -= int(left) // BITS_PER_BYTE
+            self._settle_later()
+
+    def _retry(self, attempt: Attempt, link: int | None = None) -> None:
+        """Prefill once more what an attempt was to prefill."""
+        attempt.dead = True
+        request = attempt.request
+        site = self.sites[self._pd_of[request]]
+        self._start_attempt(
+            request,
+            site,
+            number=attempt.number + 1,
+            new_tokens=attempt.new_tokens,
+            cached_tokens=attempt.cached_tokens,
+            remaining_tokens=attempt.remaining_tokens,
+            link=self._retry_link(request, site, attempt.new_tokens) if link is None else link,
+        )
+
+    def _retry_link(self, request: int, site: PdSite, new_tokens: int) -> int:
+        """Link for another attempt, or -1: the side it was routed to first, unless nobody is left there."""
+        if not site.links:
+            return -1
+        remote = self.records.route[request] == Route.REMOTE
+        if not remote and site.prefill.active > 0:
+            return -1
+        cached_tokens = self._input[request] - int(self.records.incremental_tokens[request])
+        context_tokens, had_tokens = cached_tokens + new_tokens, self._had_tokens[request]
+        return self._alive(site, self._best_link(site, request, context_tokens, cached_tokens, had_tokens)[0])
+
+    def _alive(self, site: PdSite, link: int) -> int:
+        """A link, or -1 where its PrfaaS cluster is wholly down and there is local prefill."""
+        if site.prefill.active > 0 and self.remote[self.link_prfaas[link]].active == 0:
+            return -1
+        return link
+
+    def _give_ups(self) -> Process:
+        times = self.world.give_up_ns
+        if times is None:
+            return
+        pd_of = self.world.pd_of
+        for request in np.lexsort((np.arange(len(times)), pd_of, times)).tolist():
+            yield self._at(int(times[request]), Kind.GIVE_UP, self._pd_of[request], 0, request)
+            self._abort(request)
+
+    def _deadlines(self) -> Process:
+        wait_ns = deadline_ns(self.world.scenario)
+        for request, at_ns in enumerate(self._arrival_ns):
+            yield self._at(at_ns + wait_ns, Kind.DEADLINE, self._pd_of[request], 0, request)
+            if self.records.first_token_ns[request] == NEVER_NS:
+                self._abort(request)
+
+    def _abort(self, request: int) -> None:
+        """Nobody waits for a request any more: whatever holds it lets it go."""
+        records, now = self.records, self.now_ns
+        if records.status[request] != Status.OPEN:
+            return
+        site = self.sites[self._pd_of[request]]
+        records.status[request] = Status.ABORTED
+        records.abort_ns[request] = now
+        self.counters.aborted += 1
+        self._unresolved -= 1
+        if records.first_token_ns[request] == NEVER_NS:
+            self.waiting.add(now, -1)
+            site.door.missed(now)
+        self.prefix.forget(site.prefill.cluster, request)
+        attempt = self.attempts.pop(request, None)
+        if attempt is None:
+            self._abort_decode(site, request)
+        elif attempt.joined:
+            site.decode.remove(request)
+        else:
+            self._abort_attempt(site, attempt)
+        self._settle_later()
+
+    def _abort_decode(self, site: PdSite, request: int) -> None:
+        for instance in site.instances:
+            batch = instance.batch
+            if batch is None or request not in batch.sequences:
+                continue
+            batch.leave(request)
+            site.decode.sequences.add(self.now_ns, -1)
+            if instance.drained is not None and not batch.sequences:
+                instance.drained.succeed()
+
+    def _abort_attempt(self, site: PdSite, attempt: Attempt) -> None:
+        attempt.dead = True
+        pool = site.prefill if attempt.link < 0 else self.remote[self.link_prfaas[attempt.link]]
+        if attempt.instance is None:
+            if attempt.number > 0:  # 0: the copy of a prefix, in no queue
+                pool.remove(attempt)
+            self._forget_bits(attempt)
+        elif attempt.instance.running is attempt:
+            instance = attempt.instance
+            self._stop_prefill(pool, instance)
+            if instance.drained is not None:
+                instance.drained.succeed()
+        else:
+            self._forget_bits(attempt)
 
     # ------------------------------------------------------------------ arrivals and routing
 
@@ -431,7 +622,6 @@ class SimpyEngine:
             new_tokens=new_tokens,
             cached_tokens=self._input[request] - new_tokens,
             remaining_tokens=self._output[request],
-            remote=link >= 0,
             link=link,
         )
 
@@ -450,19 +640,34 @@ class SimpyEngine:
             started=self.env.event(),
             sent=self.env.event(),
             link=copy_link,
+            started_ns=0,
         )
         self.records.sent_bytes[request] += copy.bytes_to_send
         self.pending_bits[copy_link] += copy.bytes_to_send * BITS_PER_BYTE
-        self._open_flow(copy)
+        self.attempts[request] = copy
+        self._open_when_ready(copy)
         self.env.process(self._after_copy(site, copy, link))
 
     def _after_copy(self, site: PdSite, copy: Attempt, link: int) -> Process:
         request = copy.request
         yield copy.sent
-        arrives_ns = self.now_ns + ns_from_s(self.link_specs[copy.link].latency_s)
+        arrives_ns = self.now_ns + self._delay_ns(copy)
         yield self._at(arrives_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, 0)
+        if copy.dead:
+            return
         self.prefix.copy_ended(request, self.now_ns)
+        # whoever was to prefill it may be gone meanwhile
+        new_tokens = int(self.records.incremental_tokens[request])
+        link = self._alive(site, link) if link >= 0 else self._retry_link(request, site, new_tokens)
         self._first_attempt(site, request, link)
+
+    def _delay_ns(self, attempt: Attempt) -> int:
+        """From the end of a flow to the arrival of what it carried."""
+        spec = self.link_specs[attempt.link]
+        delay_ns = ns_from_s(spec.latency_s)
+        if self._luck_ns is not None:
+            delay_ns += jitter_ns(spec.jitter_s, self._luck_ns[attempt.request])
+        return delay_ns
 
     def _refusal(self, site: PdSite, link: int, input_tokens: int) -> str | None:
         """Why a request is rejected at the door, if it is."""
@@ -538,6 +743,13 @@ class SimpyEngine:
         """Link to go over, or -1 for local prefill. Decided once, at arrival."""
         if not site.links:
             return -1
+        return self._alive_or_local(site, self._chosen_link(site, request, incremental))
+
+    def _alive_or_local(self, site: PdSite, link: int) -> int:
+        return link if link < 0 else self._alive(site, link)
+
+    def _chosen_link(self, site: PdSite, request: int, incremental: int) -> int:
+        """What the decision in force says, or the link where there is no local prefill."""
         decision = site.decision
         forced = site.prefill.active == 0
         if decision.threshold_tokens is not None:
@@ -567,12 +779,10 @@ class SimpyEngine:
         new_tokens: int,
         cached_tokens: int,
         remaining_tokens: int,
-        remote: bool,
-        link: int = -1,
+        link: int,
     ) -> None:
-        context_tokens, had_tokens = cached_tokens + new_tokens, self._had_tokens[request]
-        if (remote and link < 0) or (not remote and site.prefill.active == 0 and site.links):
-            link = self._best_link(site, request, context_tokens, cached_tokens, had_tokens)[0]
+        """Queue one try of a request for prefill, over a link or locally (`link` < 0)."""
+        context_tokens = cached_tokens + new_tokens
         pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
         attempt = Attempt(
             request=request,
@@ -582,12 +792,13 @@ class SimpyEngine:
             context_tokens=context_tokens,
             remaining_tokens=remaining_tokens,
             prefill_ns=ns_from_s(pool.times.seconds(new_tokens, cached_tokens)),
-            bytes_to_send=self._bytes(context_tokens - had_tokens),
+            bytes_to_send=self._bytes(context_tokens - self._had_tokens[request]),
             queued_ns=self.now_ns,
             started=self.env.event(),
             sent=self.env.event(),
             link=link,
         )
+        self.attempts[request] = attempt
         self.records.attempts[request] = number
         if link >= 0:
             self.pending_bits[link] += attempt.bytes_to_send * BITS_PER_BYTE
@@ -598,10 +809,13 @@ class SimpyEngine:
     def _serve(self, site: PdSite, pool: PrefillPool, attempt: Attempt) -> Process:
         """Prefill, hand the KV cache over, join the decode queue."""
         instance: Instance = yield attempt.started
+        attempt.instance = instance
         request, number, link = attempt.request, attempt.number, attempt.link
         if link >= 0 and self.pipeline_layers > 1:
             self.env.process(self._open_while_prefilling(attempt))
         yield self._at(attempt.prefill_end_ns, Kind.PREFILL_END, pool.cluster, instance.id, request, number)
+        if attempt.dead:
+            return
         self._end_prefill(pool, instance)
         self.prefix.prefill_ended(pool.cluster, site.prefill.cluster, request, self.now_ns)
         if link >= 0:
@@ -609,13 +823,14 @@ class SimpyEngine:
                 self.links[link].prefill_ended(attempt.flow)
                 self._settle_later()
             elif self.pipeline_layers == 1:
-                self._open_flow(attempt)
+                self._open_when_ready(attempt)
             yield attempt.sent
-            handover_ns = ns_from_s(self.link_specs[link].latency_s)
+            handover_ns = self._delay_ns(attempt)
         else:
             handover_ns = ns_from_s(self._rdma_s(site, attempt.bytes_to_send))
         yield self._at(self.now_ns + handover_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, number)
-        self._join_decode_queue(site, attempt)
+        if not attempt.dead:
+            self._join_decode_queue(site, attempt)
 
     def _open_while_prefilling(self, attempt: Attempt) -> Process:
         """Layer-wise sending: the flow opens when the first of n layers is done."""
@@ -623,12 +838,27 @@ class SimpyEngine:
         yield self._at(
             self.now_ns + delay_ns, Kind.FLOW_OPEN, attempt.link, 0, attempt.request, attempt.number
         )
-        self._open_flow(attempt)
+        if not attempt.dead:
+            self._open_when_ready(attempt)
+
+    def _open_when_ready(self, attempt: Attempt) -> None:
+        """Open a flow now, or once connections are set up."""
+        at_ns = self.links[attempt.link].opening_ns(self.now_ns)
+        if at_ns == self.now_ns:
+            self._open_flow(attempt)
+            return
+
+        def set_up(_: simpy.Event) -> None:
+            if not attempt.dead:
+                self._open_flow(attempt)
+
+        event = self._at(at_ns, Kind.FLOW_OPEN, attempt.link, 0, attempt.request, attempt.number)
+        assert event.callbacks is not None
+        event.callbacks.append(set_up)
 
     def _open_flow(self, attempt: Attempt) -> None:
         link = self.links[attempt.link]
         bits = attempt.bytes_to_send * BITS_PER_BYTE
-        cap_bps = self.link_specs[attempt.link].flow_cap_bps
         prefill_ns = attempt.prefill_end_ns - attempt.started_ns
         attempt.flow = Flow(
             request=attempt.request,
@@ -637,9 +867,10 @@ class SimpyEngine:
             opened_ns=self.now_ns,
             producing_until_ns=attempt.prefill_end_ns,
             produce_bps=pipelined_cap_bps(float(bits), prefill_ns) if prefill_ns > 0 else math.inf,
-            own_cap_bps=math.inf if cap_bps is None else cap_bps,
+            own_cap_bps=self._flow_limits_bps[attempt.link],
             owner=attempt,
         )
+        attempt.opened = True
         self.pending_bits[attempt.link] -= bits
         link.open(attempt.flow)
         self._settle_later()
@@ -653,6 +884,7 @@ class SimpyEngine:
 
     def _join_decode_queue(self, site: PdSite, attempt: Attempt) -> None:
         records, request = self.records, attempt.request
+        attempt.joined = True
         self.prefix.handed_over(site.prefill.cluster, request, attempt.link >= 0, self.now_ns)
         wants_first = records.first_token_ns[request] == NEVER_NS
         if wants_first:
@@ -819,6 +1051,7 @@ class SimpyEngine:
             if instance is None:
                 return
             sequence = pool.pop()
+            self.attempts.pop(sequence.request, None)
             assert instance.batch is not None
             instance.batch.join(sequence, now)
             pool.sequences.add(now, 1)
@@ -900,7 +1133,7 @@ class SimpyEngine:
         now, decode, profile = self.now_ns, site.decode, site.decode_profile
         out = site.door.reading(now)
         out.update(self._read_prefill(site.prefill))
-        active = [i for i in site.instances if i.role is Role.DECODE and i.phase is Phase.ACTIVE]
+        active = [i for i in site.instances if i.serves(Role.DECODE)]
         batches = [i.batch for i in site.instances if i.batch is not None]
         used = sum(i.sequences() for i in active)
         capacity = profile.kv_capacity_tokens
@@ -941,9 +1174,17 @@ class SimpyEngine:
             backlog_s=backlog_bits / link.meter.observed_bps,
             staged_bytes=link.staged_bits(now) / BITS_PER_BYTE,
             open_flows=float(len(link.flows)),
-            retransmission_share=0.0,
+            retransmission_share=self._retransmitted(k),
         )
         return out
+
+    def _retransmitted(self, k: int) -> float:
+        """Share of segments sent again now, as the senders of the flows would count them."""
+        link, spec = self.links[k], self.link_specs[k]
+        if not link.congested:
+            return spec.loss if link.flows else 0.0
+        each_bps = link.total_rate_bps / (len(link.flows) * spec.connections) if link.flows else 0.0
+        return retransmitted_share(each_bps, spec.round_trip_s, spec.segment_bytes, spec.loss)
 
     # ------------------------------------------------------------------ snapshots
 

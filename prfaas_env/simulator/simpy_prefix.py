@@ -142,6 +142,16 @@ class PrefixSide:
         if self.on:
             pools.handed_over(self.pools, pd_pool, request, self._input[request], remote, now_ns)
 
+    def release(self, request: int) -> None:
+        """A prefill was lost: what it would have sent needs no room."""
+        if self.on:
+            pools.release(self.pools, request)
+
+    def forget(self, pd_pool: int, request: int) -> None:
+        """A request is given up."""
+        if self.on:
+            pools.forget(self.pools, pd_pool, request)
+
     def copy_ended(self, request: int, now_ns: int) -> None:
         """A copied prefix has arrived."""
         pools.copy_ended(self.pools, request, now_ns)

@@ -16,6 +16,7 @@ import numpy as np
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.engine import Engine, make_engine
+from prfaas_env.simulator.faults import FaultTrace
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.records import RequestRecords, Totals
 from prfaas_env.simulator.world import CapacityTrace, World
@@ -35,6 +36,49 @@ def _pick(rng: np.random.Generator, values: list[Any]) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
+def _transport(rng: np.random.Generator) -> dict[str, Any]:
+    """Settings of a link beyond capacity; a third of the links have them."""
+    if rng.random() < 0.67:
+        return {}
+    return {
+        "rtt_s": float(_pick(rng, [0.01, 0.08])),
+        "connections": int(_pick(rng, [1, 4])),
+        "window_bytes": _pick(rng, [None, 20_000, 80_000]),
+        "loss": float(_pick(rng, [0.0, 0.001])),
+        "setup_s": float(_pick(rng, [0.0, 0.5, 1.0, 3.3])),
+        "idle_s": float(_pick(rng, [0.5, 2.0])),
+        "jitter_s": float(_pick(rng, [0.0, 0.2])),
+    }
+
+
+def _faults(rng: np.random.Generator, scenario: Scenario) -> FaultTrace:
+    """Instances that go down, come back and slow down; half of the times are whole seconds."""
+    deployment = scenario.deployment
+    sizes = [c.n_instances for c in deployment.prfaas] + [c.n_prefill + c.n_decode for c in deployment.pd]
+    rows: dict[tuple[int, int, int], float] = {}
+    for _ in range(int(_pick(rng, [0, 0, 2, 6, 20]))):
+        cluster = int(rng.integers(len(sizes)))
+        whole = rng.random() < 0.2
+        start_s = float(rng.integers(0, 60) if rng.random() < 0.5 else rng.uniform(0, 60))
+        end_s = start_s + float(_pick(rng, [0.5, 1.0, 5.0, 20.3]))
+        speed = float(_pick(rng, [0.0, 0.0, 0.5, 0.25]))
+        for n in range(sizes[cluster]) if whole else [int(rng.integers(sizes[cluster]))]:
+            rows[ns_from_s(start_s), cluster, n] = speed
+            rows[ns_from_s(end_s), cluster, n] = 1.0
+    return FaultTrace.of((*place, speed) for place, speed in rows.items())
+
+
+def _give_up_ns(rng: np.random.Generator, arrival_ns: np.ndarray) -> np.ndarray | None:
+    """When clients give up: nobody, or most of them early, some on whole seconds."""
+    kind = int(_pick(rng, [0, 0, 1, 2]))
+    if kind == 0:
+        return None
+    wait_s = (
+        rng.exponential(8.0, len(arrival_ns)) if kind == 1 else rng.integers(1, 20, len(arrival_ns)) / 2.0
+    )
+    return arrival_ns + np.maximum((wait_s * 1e9).astype(np.int64), 1)
+
+
 def scenario_of(case: Case) -> Scenario:
     """The random scenario of a case."""
     rng = np.random.default_rng([case.seed, 0])
@@ -48,6 +92,7 @@ def scenario_of(case: Case) -> Scenario:
             "capacity_bps": float(_pick(rng, [8e6, 16e6, 24e6, 80e6])),
             "latency_s": float(_pick(rng, [0.0, 0.0, 0.001, 0.5, 1.0])),
             "flow_cap_bps": _pick(rng, [None, None, 4e6, 8e6]),
+            **_transport(rng),
         }
         for j in range(n_prfaas)
         for i in range(n_pd)
@@ -135,6 +180,7 @@ def scenario_of(case: Case) -> Scenario:
                 "output_tokens": {"kind": "fixed", "tokens": 1},
             },
             "transport": {"pipelining": bool(rng.integers(2))},
+            "faults": {"deadline_s": _pick(rng, [None, None, None, 2.0, 7.5])},
             "conversion": {
                 "switch_s": float(_pick(rng, [0.0, 1.0, 2.5])),
                 "drain_limit_s": float(_pick(rng, [0.5, 2.0, 120.0])),
@@ -230,7 +276,17 @@ def world_of(case: Case) -> World:
         values = link.capacity_bps * rng.choice([1.0, 0.5, 0.25, 0.0, 0.3], k + 1)
         values[-1] = link.capacity_bps * float(_pick(rng, [1.0, 0.5]))
         traces.append(CapacityTrace(np.array([ns_from_s(float(t)) for t in times]), values))
-    return World(scenario, case.seed, table, pd_of[order].astype(np.int64), tuple(traces))
+    luck = (rng.exponential(1.0, n) * 1e9).astype(np.int64) if rng.random() < 0.5 else None
+    return World(
+        scenario,
+        case.seed,
+        table,
+        pd_of[order].astype(np.int64),
+        tuple(traces),
+        faults=_faults(rng, scenario),
+        give_up_ns=_give_up_ns(rng, table.arrival_ns),
+        jitter_ns=luck,
+    )
 
 
 def decisions_of(case: Case) -> list[Decision]:

@@ -16,6 +16,7 @@ import pytest
 from prfaas_env.decision import Decision, Move
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.engine import ENGINES, Engine, make_engine
+from prfaas_env.simulator.faults import FaultTrace
 from prfaas_env.simulator.world import CapacityTrace, World
 from prfaas_env.workload.requests import RequestTable
 
@@ -49,6 +50,7 @@ def tiny_scenario(**sections: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
         "control": {"control_interval_s": 1.0, "conversion_interval_s": 5.0},
         "transport": {},
         "admission": {},
+        "faults": {},
         "slo": {},
         "measure": {},
     }
@@ -77,7 +79,10 @@ def tiny_scenario(**sections: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
                 "input_tokens": {"kind": "fixed", "tokens": 1000},
                 "output_tokens": {"kind": "fixed", "tokens": 10},
             },
-            **{k: base[k] for k in ("conversion", "control", "transport", "admission", "slo", "measure")},
+            **{
+                k: base[k]
+                for k in ("conversion", "control", "transport", "admission", "faults", "slo", "measure")
+            },
         }
     )
 
@@ -88,8 +93,15 @@ def tiny_world(
     *,
     capacity: Sequence[Sequence[tuple[float, float]]] | None = None,
     pd_of: Sequence[int] | None = None,
+    faults: Sequence[tuple[float, int, int, float]] = (),
+    give_up: Sequence[float] | None = None,
+    luck: Sequence[float] | None = None,
 ) -> World:
-    """A world of exactly these requests; `capacity[k]` is [(from s, bit/s), ...] of link k, else nominal."""
+    """A world of exactly these requests.
+
+    `capacity[k]` is [(from s, bit/s), ...] of link k, else nominal; `faults` are (at s, cluster, instance, speed);
+    `give_up` and `luck` have one time in s per request.
+    """
     rows = list(requests)
     table = RequestTable.without_prefixes(
         np.array([ns(a) for a, _, _ in rows], dtype=np.int64),
@@ -105,7 +117,16 @@ def tiny_world(
         for steps in capacity
     )
     clusters = np.zeros(len(rows), dtype=np.int64) if pd_of is None else np.array(pd_of, dtype=np.int64)
-    return World(scenario, 0, table, clusters, traces)
+    return World(
+        scenario,
+        0,
+        table,
+        clusters,
+        traces,
+        faults=FaultTrace.of((ns(at), cluster, instance, speed) for at, cluster, instance, speed in faults),
+        give_up_ns=None if give_up is None else np.array([ns(t) for t in give_up], dtype=np.int64),
+        jitter_ns=None if luck is None else np.array([ns(t) for t in luck], dtype=np.int64),
+    )
 
 
 class Tiny:

@@ -32,11 +32,14 @@ def test_kinds_in_the_order_of_the_design():
     order = [
         "DECISION",
         "CAPACITY",
+        "FAULT",
         "PREFILL_END",
         "FLOW_END",
         "HANDOVER_END",
         "DECODE",
         "CONVERSION",
+        "GIVE_UP",
+        "DEADLINE",
         "ARRIVAL",
     ]
     assert [k.name for k in sorted(Kind) if k not in (Kind.FLOW_OPEN, Kind.SETTLE)] == order

@@ -363,7 +363,7 @@ import numpy as np
 from prfaas_env.simulator.compiled_engine import compiled_kernel
 functions = compiled_kernel()
 z = np.zeros(1000, dtype=np.int64)
-functions["begin"](z)
+functions["begin"](z, z.reshape(10, 100))
 ones = np.ones(2)
 out = np.zeros(2, dtype=np.float32)
 functions["encode_values"](ones, ones, ones, ones, ones, ones, np.zeros(2, dtype=np.int64), out)

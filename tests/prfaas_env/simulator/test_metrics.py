@@ -29,7 +29,7 @@ ROWS = [
     (50, 11, None, None, None, None, None, None, Route.NONE, Status.REJECTED),
     # one token: TTFT 8, no TPOT
     (60, 1, 63, 67, 67.2, 67.4, 68, 68, Route.LOCAL, Status.FINISHED),
-    # aborted while it was open
+    # aborted before its first token, at 90 s: 20 s old
     (70, 11, 71, 75, None, None, None, None, Route.LOCAL, Status.ABORTED),
     # at the end: what lies there has not been handled
     (100, 11, None, None, None, None, None, None, Route.NONE, Status.PENDING),
@@ -108,6 +108,8 @@ def records_of(rows):
         records.route[k], records.status[k] = row[8], row[9]
         if row[3] is not None:
             records.service_ns[k] = round((row[3] - row[2]) * S)
+    aborted = [k for k, row in enumerate(rows) if row[9] is Status.ABORTED]
+    records.abort_ns[aborted] = 90 * S
     return records
 
 
@@ -137,25 +139,25 @@ def test_requests_of_the_whole_run(figures):
 
 
 def test_cohort_is_the_accepted_arrivals_of_the_window(figures):
-    # those of 10, 20, 30, 40 and 60 s
-    assert figures["cohort"] == 5
+    # those of 10, 20, 30, 40, 60 and 70 s
+    assert figures["cohort"] == 6
     assert figures["window_s"] == 90.0
     assert figures["warmup_s"] == 10.0
 
 
 def test_ttft_with_open_requests_at_their_age(figures):
-    # 2, 4, 6, 8, 70
+    # 2, 4, 6, 8, 20 (aborted), 70
     assert figures["ttft_s"] == {
-        "mean": pytest.approx(18.0),
-        "p50": 6.0,
-        "p90": pytest.approx(8 + 0.6 * 62),
-        "p95": pytest.approx(8 + 0.8 * 62),
-        "p99": pytest.approx(8 + 0.96 * 62),
+        "mean": pytest.approx(110 / 6),
+        "p50": 7.0,
+        "p90": pytest.approx(20 + 0.5 * 50),
+        "p95": pytest.approx(20 + 0.75 * 50),
+        "p99": pytest.approx(20 + 0.95 * 50),
     }
 
 
 def test_ttft_with_open_requests_at_infinity(figures):
-    assert figures["ttft_open_inf_s"] == {"mean": None, "p50": 6.0, "p90": None, "p95": None, "p99": None}
+    assert figures["ttft_open_inf_s"] == {"mean": None, "p50": 8.0, "p90": None, "p95": None, "p99": None}
     assert any("open requests move the quantiles" in line for line in figures["warnings"])
 
 
@@ -179,7 +181,7 @@ def test_tpot_throughput_and_goodput(figures):
     assert figures["throughput_rps"] == pytest.approx(4 / 90)
     # TTFT 2 <= 5 and TPOT 0.1 <= 0.1: one request; 0.11 is too slow, 8 s too late
     assert figures["goodput_rps"] == pytest.approx(1 / 90)
-    assert figures["offload_share"] == pytest.approx(2 / 5)
+    assert figures["offload_share"] == pytest.approx(2 / 6)
 
 
 def test_egress_utilisation_and_moves_of_the_window(figures):
