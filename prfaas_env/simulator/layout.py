@@ -292,8 +292,9 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_GIVE_UP,
     P_GIVE_UP_WHO,
     P_LUCK,
+    P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent
     W_P,
-) = range(34)
+) = range(35)
 
 #: A fault: time, cluster, instance; its speed lies in F.
 E_TIME, E_CLUSTER, E_INSTANCE, W_FAULT = range(4)
