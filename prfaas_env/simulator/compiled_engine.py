@@ -307,6 +307,7 @@ def request_rows(world: World) -> IntArray:
     rows[:n, L.P_PD] = world.pd_of
     rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
     rows[:, L.P_PRFAAS] = -1
+    rows[:n, L.P_HAD] = table.cached_tokens
     if world.give_up_ns is not None:
         rows[:n, L.P_GIVE_UP] = world.give_up_ns
         rows[:n, L.P_GIVE_UP_WHO] = np.lexsort((np.arange(n), world.pd_of, world.give_up_ns))

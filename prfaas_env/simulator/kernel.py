@@ -395,6 +395,7 @@ def best_link(
     Z: IntArray,
     F: FloatArray,
     C: IntArray,
+    P: IntArray,
     pd: int,
     r: int,
     context_tokens: int,
@@ -412,7 +413,7 @@ def best_link(
         k = Z[at + n]
         cached = cached_tokens
         if cached < 0:
-            cached = seen_tokens(Z, C, Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL], r, context_tokens)
+            cached = seen_tokens(Z, C, P, Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL], r, context_tokens)
         predicted_s = predict_s(Z, F, pd, k, context_tokens - cached, cached, had_tokens)
         if predicted_s < best_s:
             best = k
@@ -421,12 +422,12 @@ def best_link(
 
 
 def route(
-    Z: IntArray, F: FloatArray, C: IntArray, pd: int, r: int, input_tokens: int, incremental: int
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pd: int, r: int, input_tokens: int, incremental: int
 ) -> int:
     """Link to go over, or -1 for local prefill."""
     if Z[Z[L.O_PD] + pd * L.W_PD + L.D_N_LINKS] == 0:
         return -1
-    k = chosen_link(Z, F, C, pd, r, input_tokens, incremental)
+    k = chosen_link(Z, F, C, P, pd, r, input_tokens, incremental)
     return k if k < 0 else alive(Z, pd, k)
 
 
@@ -440,7 +441,7 @@ def alive(Z: IntArray, pd: int, k: int) -> int:
 
 
 def chosen_link(
-    Z: IntArray, F: FloatArray, C: IntArray, pd: int, r: int, input_tokens: int, incremental: int
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pd: int, r: int, input_tokens: int, incremental: int
 ) -> int:
     """What the decision in force says: a link or -1; a link where there is no local prefill."""
     site = Z[L.O_PD] + pd * L.W_PD
@@ -453,8 +454,8 @@ def chosen_link(
             return -1
         if n_links == 1:
             return Z[Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)]
-    own = seen_tokens(Z, C, Z[site + L.D_POOL], r, input_tokens)
-    k, remote_s = best_link(Z, F, C, pd, r, input_tokens, -1, own)
+    own = seen_tokens(Z, C, P, Z[site + L.D_POOL], r, input_tokens)
+    k, remote_s = best_link(Z, F, C, P, pd, r, input_tokens, -1, own)
     if not by_margin:
         return k
     local_s = predict_s(Z, F, pd, -1, input_tokens - own, own, own)
@@ -481,12 +482,10 @@ def arrive(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None
     now = Z[L.NOW]
     pd = P[r, L.P_PD]
     input_tokens = P[r, L.P_INPUT]
-    incremental = input_tokens
-    if C[X.ON] != 0:
-        incremental -= seen_prefix(Z, C, pd, r, input_tokens)
+    incremental = input_tokens - seen_prefix(Z, C, P, pd, r, input_tokens)
     Z[L.ARRIVED] += 1
     P[r, L.P_INCREMENTAL] = incremental
-    k = route(Z, F, C, pd, r, input_tokens, incremental)
+    k = route(Z, F, C, P, pd, r, input_tokens, incremental)
     reason = refusal(Z, pd, k, input_tokens)
     row = door_row(Z, F, pd, now)
     if reason >= 0:
@@ -496,7 +495,7 @@ def arrive(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None
         count_rejection(F, row)
         return
     P[r, L.P_STATUS] = OPEN
-    cached_tokens = 0
+    cached_tokens = P[r, L.P_HAD]
     copy_link = -1
     copied_tokens = 0
     if C[X.ON] != 0:
@@ -1582,7 +1581,7 @@ def retry_link(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, new
         return -1
     cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
     context_tokens = cached_tokens + new_tokens
-    return alive(Z, pd, best_link(Z, F, C, pd, r, context_tokens, cached_tokens, P[r, L.P_HAD])[0])
+    return alive(Z, pd, best_link(Z, F, C, P, pd, r, context_tokens, cached_tokens, P[r, L.P_HAD])[0])
 
 
 def retry(Z: IntArray, F: FloatArray, P: IntArray, r: int, k: int) -> None:

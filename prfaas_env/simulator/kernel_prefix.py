@@ -14,24 +14,24 @@ def link_pool(Z: IntArray, k: int) -> int:
     return Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
 
 
-def seen_tokens(Z: IntArray, C: IntArray, pool: int, r: int, input_tokens: int) -> int:
-    """Cached tokens of a request in a cluster, as routing sees them."""
+def seen_tokens(Z: IntArray, C: IntArray, P: IntArray, pool: int, r: int, input_tokens: int) -> int:
+    """Cached tokens of a request in a cluster, as routing sees them; without pools what a hit rate declares."""
     if C[X.ON] == 0:
-        return 0
+        return P[r, L.P_HAD]
     return cached_blocks(C, pool, r, input_tokens, view_of(C, Z[L.NOW])) * C[X.BLOCK_TOKENS]
 
 
-def seen_prefix(Z: IntArray, C: IntArray, pd: int, r: int, input_tokens: int) -> int:
+def seen_prefix(Z: IntArray, C: IntArray, P: IntArray, pd: int, r: int, input_tokens: int) -> int:
     """Cached prefix that the cache rule counts at the door (paper 5.1).
 
     Scarce: what the PD cluster has. Abundant: the longest of the PD cluster and all linked PrfaaS clusters.
     """
     site = Z[L.O_PD] + pd * L.W_PD
-    prefix = seen_tokens(Z, C, Z[site + L.D_POOL], r, input_tokens)
+    prefix = seen_tokens(Z, C, P, Z[site + L.D_POOL], r, input_tokens)
     if Z[site + L.D_ABUNDANT] != 0 and C[X.ON] != 0:
         at = Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)
         for n in range(Z[site + L.D_N_LINKS]):
-            prefix = max(prefix, seen_tokens(Z, C, link_pool(Z, Z[at + n]), r, input_tokens))
+            prefix = max(prefix, seen_tokens(Z, C, P, link_pool(Z, Z[at + n]), r, input_tokens))
     return prefix
 
 

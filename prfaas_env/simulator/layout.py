@@ -292,7 +292,7 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_GIVE_UP,
     P_GIVE_UP_WHO,
     P_LUCK,
-    P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent
+    P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent (a declared hit from the start)
     W_P,
 ) = range(35)
 

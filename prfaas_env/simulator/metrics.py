@@ -181,6 +181,10 @@ def episode_metrics(
         "tpot_s": _summary(tpot),
         "throughput_rps": int(finished_in_window.sum()) * per_s,
         "goodput_rps": meets_slo(world, records, scenario.slo, c.mask) * per_s,
+        "hit_share": _ratio(
+            int((world.requests.input_tokens - records.incremental_tokens)[c.mask].sum()),
+            int(world.requests.input_tokens[c.mask].sum()),
+        ),
         "offload_share": _mean((records.route[c.mask] == Route.REMOTE).astype(np.float64)),
         "egress": {
             "bits": bits,

@@ -25,12 +25,16 @@ class Claim(NamedTuple):
 
 
 class PrefixSide:
-    """All pools of one world. Pools are numbered as clusters: PrfaaS clusters first, then PD clusters."""
+    """All pools of one world. Pools are numbered as clusters: PrfaaS clusters first, then PD clusters.
+
+    Without pools every cluster has what a hit rate of the workload declares cached.
+    """
 
     def __init__(self, world: World) -> None:
         self.pools: Ints = pools.start_pools(world).tolist()
         self.on = self.pools[pools.ON] != 0
         self._input: list[int] = world.requests.input_tokens.tolist()
+        self._declared: list[int] = world.requests.cached_tokens.tolist()
         self.block_tokens = self.pools[pools.BLOCK_TOKENS] if self.on else 0
 
     def counters(self) -> tuple[int, ...]:
@@ -38,14 +42,14 @@ class PrefixSide:
         return tuple(self.pools[pools.INPUT_TOKENS : pools.N_SCALARS]) if self.on else NO_PREFIX
 
     def _tokens(self, pool: int, request: int, view: int) -> int:
-        if not self.on:
-            return 0
         blocks = pools.cached_blocks(self.pools, pool, request, self._input[request], view)
         return blocks * self.block_tokens
 
     def seen_tokens(self, pool: int, request: int, now_ns: int) -> int:
         """Cached tokens of a request in a cluster, as routing sees them."""
-        return self._tokens(pool, request, pools.view_of(self.pools, now_ns)) if self.on else 0
+        if not self.on:
+            return self._declared[request]
+        return self._tokens(pool, request, pools.view_of(self.pools, now_ns))
 
     def seen_prefix(self, request: int, pd_pool: int, others: list[int], abundant: bool, now_ns: int) -> int:
         """Cached prefix that the cache rule counts at the door (paper 5.1).
@@ -77,7 +81,7 @@ class PrefixSide:
             now_ns: now.
         """
         if not self.on:
-            return Claim(0, 0)
+            return Claim(self._declared[request], self._declared[request])
         candidates = others if link < 0 else [pair for pair in others if pair[0] == link]
         expected, _, _, _ = self._use(
             request, pd_pool, candidates, link, abundant, pools.view_of(self.pools, now_ns)

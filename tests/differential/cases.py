@@ -269,6 +269,11 @@ def world_of(case: Case) -> World:
     )
     if scenario.prefix_pool is not None and case.seed % 16 != 0:
         table = with_prefixes(case, table)
+    elif case.seed % 3 == 0:
+        # hits that a rate declares
+        share = np.random.default_rng([case.seed, 4]).choice([0.0, 0.5, 0.9], n)
+        cached = np.minimum((table.input_tokens * share).astype(np.int64), table.input_tokens - 1)
+        table = dataclasses.replace(table, cached_tokens=cached)
     traces = []
     for link in scenario.deployment.links:
         k = int(_pick(rng, [0, 0, 1, 4]))
