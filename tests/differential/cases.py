@@ -211,7 +211,7 @@ def pool_of(case: Case) -> dict[str, Any] | None:
     rng = np.random.default_rng([case.seed, 3])
     if rng.integers(2) == 0:
         return None
-    capacities = [None, 0, 3 * BLOCK_TOKENS * 1000, 10 * BLOCK_TOKENS * 1000, 60 * BLOCK_TOKENS * 1000]
+    capacities = [None, 0, *(n * BLOCK_TOKENS * 1000 for n in (3, 10, 20, 40))]
     checkpoints = _pick(rng, ["end_of_prompt", "end_of_prompt", "every_n_tokens", "every_n_tokens", "none"])
     every = BLOCK_TOKENS * int(rng.integers(1, 4)) if checkpoints == "every_n_tokens" else None
     return {
@@ -219,7 +219,7 @@ def pool_of(case: Case) -> dict[str, Any] | None:
         "pd_capacity_bytes": _pick(rng, capacities),
         "checkpoints": checkpoints,
         "checkpoint_every_tokens": every,
-        "metadata_age_s": float(_pick(rng, [0.0, 0.0, 0.5, 3.0, 30.0])),
+        "metadata_age_s": float(_pick(rng, [0.0, 0.0, 3.0, 10.0, 60.0])),
     }
 
 

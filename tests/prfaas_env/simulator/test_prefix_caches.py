@@ -15,6 +15,7 @@ import pytest
 from prfaas_env.decision import Decision, Move
 from prfaas_env.simulator import prefix_pool as X
 from prfaas_env.simulator.engine import make_engine
+from prfaas_env.simulator.faults import FaultTrace
 from prfaas_env.simulator.metrics import episode_metrics
 from prfaas_env.simulator.records import PREFIX_COUNTERS, Route, Status
 
@@ -32,7 +33,7 @@ B = list(range(500, 600))
 class Cached:
     """One run of requests `(arrival s, input tokens, output tokens, ids)`; ids None: no prefix data at all."""
 
-    def __init__(self, tiny, requests, *, pool=None, block=BLOCK, pd_of=None, **sections):
+    def __init__(self, tiny, requests, *, pool=None, block=BLOCK, pd_of=None, world_fields=None, **sections):
         scenario = tiny.scenario(**sections)
         if pool is not False:
             no_limit = {"prfaas_capacity_bytes": None, "pd_capacity_bytes": None}
@@ -47,6 +48,7 @@ class Cached:
                 block_tokens=block,
             )
             world = dataclasses.replace(world, requests=table)
+        world = dataclasses.replace(world, **(world_fields or {}))
         self.world = world
         self.engine = make_engine(tiny.engine_name, world)
         self.start = self.engine.totals()
@@ -367,6 +369,48 @@ def test_a_rejected_request_counts_and_pins_nothing(tiny):
     assert run.records.status[1] == Status.REJECTED
     assert run.counts["input_tokens"] == 1000
     assert run.pool(PD_POOL).pinned == 0
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def test_a_request_given_up_while_its_prefix_is_copied_leaves_nothing(tiny):
+    # the copy of 1,000 tokens runs from 10 s; the client leaves at 10.5
+    give_up_ns = np.array([10**18, round(10.5 * S)])
+    run = Cached(tiny, [(0, 1000, 1, A), (10, 1500, 1, A)], world_fields={"give_up_ns": give_up_ns})
+    run.decide(0, threshold_tokens=NEVER).decide(9, threshold_tokens=400.0, cache_rule="abundant")
+    assert run.at(10.4).pool(PD_POOL).pinned == 10
+    run.end()
+    assert run.records.status.tolist() == [Status.FINISHED, Status.ABORTED]
+    assert run.records.sent_bytes.tolist() == [0, 500_000]
+    assert run.engine.totals().egress_bits == (4e6,)
+    assert run.at(20).engine.telemetry().link[0].open_flows == 0
+    assert run.pool(PD_POOL)[1:4] == (10, 0, 0)
+    assert run.blocks(REMOTE_POOL) == []
+
+
+def test_a_request_given_up_drops_its_pins_and_its_transfer(tiny):
+    # request 1 has 10 blocks pinned in its PD cluster and 5 units held there while it is prefilled (10..11 s)
+    give_up_ns = np.array([10**18, round(10.5 * S)])
+    run = Cached(tiny, [(0, 1000, 1, A), (10, 1500, 1, A)], world_fields={"give_up_ns": give_up_ns})
+    run.decide(0, threshold_tokens=NEVER)
+    assert run.at(10.4).pool(PD_POOL)[1:4] == (10, 10, 5)
+    assert run.at(10.6).pool(PD_POOL)[1:4] == (10, 0, 0)
+
+
+def test_a_lost_prefill_holds_its_room_once(tiny):
+    # the remote instance 0 goes down at 0.5; instance 1 prefills the prompt again until 1.5, the flow ends at 2.5
+    faults = FaultTrace(np.array([round(0.5 * S)]), np.array([0]), np.array([0]), np.array([0.0]))
+    run = Cached(tiny, [(0, 1000, 1, A)], prfaas={"n_instances": 2}, world_fields={"faults": faults})
+    run.decide(0, threshold_tokens=ALWAYS)
+    assert run.at(0.4).pool(REMOTE_POOL)[1:4] == (0, 0, 10)
+    assert run.at(0.6).pool(REMOTE_POOL)[1:4] == (0, 0, 10)
+    assert run.at(2).pool(REMOTE_POOL)[1:4] == (10, 0, 10)
+    run.end()
+    assert run.records.attempts.tolist() == [2]
+    assert run.stamps("transfer_end") == [2.5]
+    assert run.pool(REMOTE_POOL)[1:4] == (10, 0, 0)
+    assert run.counts["hit_tokens"] == 0
 
 
 # ------------------------------------------------------------------------------------------ stale view
