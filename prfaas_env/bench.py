@@ -208,7 +208,7 @@ def engine_benchmark(quick: bool) -> Figures:
 
 
 def hard_world(rate_rps: float = 5.0) -> Scenario:
-    """Everything on: sessions through prefix pools in two regions, wide-area links, other traffic, faults, impatience."""
+    """Everything on: sessions through prefix pools in two regions, wide-area links, other traffic, faults."""
     sessions, regions = load_scenario("agent_sessions"), load_scenario("two_regions")
     wide_area = {
         "connections": 8,

@@ -96,9 +96,9 @@ def n_entries(C: Ints) -> int:
     return C[N_BLOCKS] * (1 + C[NEEDS_STATE])
 
 
-def entry_at(C: Ints, base: int, field: int, entry: int) -> int:
-    """Where a field of an entry of the pool at `base` is."""
-    return base + W_HEAD + field * n_entries(C) + entry
+def entry_at(base: int, n: int, field: int, entry: int) -> int:
+    """Where a field of an entry of the pool at `base` is; `n` is `n_entries` (read once per prompt, not per entry)."""
+    return base + W_HEAD + field * n + entry
 
 
 def entry_units(C: Ints, entry: int) -> int:
@@ -116,66 +116,66 @@ def view_of(C: Ints, now_ns: int) -> int:
     return period_of(C, now_ns) if C[AGE_NS] > 0 else SEE_NOW
 
 
-def unlink(C: Ints, base: int, entry: int) -> None:
+def unlink(C: Ints, base: int, n: int, entry: int) -> None:
     """Take an entry out of the list of its pool."""
-    older = C[entry_at(C, base, E_OLDER, entry)]
-    newer = C[entry_at(C, base, E_NEWER, entry)]
+    older = C[entry_at(base, n, E_OLDER, entry)]
+    newer = C[entry_at(base, n, E_NEWER, entry)]
     if older >= 0:
-        C[entry_at(C, base, E_NEWER, older)] = newer
+        C[entry_at(base, n, E_NEWER, older)] = newer
     else:
         C[base + H_OLDEST] = newer
     if newer >= 0:
-        C[entry_at(C, base, E_OLDER, newer)] = older
+        C[entry_at(base, n, E_OLDER, newer)] = older
     else:
         C[base + H_NEWEST] = older
 
 
-def link_newest(C: Ints, base: int, entry: int) -> None:
+def link_newest(C: Ints, base: int, n: int, entry: int) -> None:
     """Put an entry at the recent end of the list."""
     newest = C[base + H_NEWEST]
-    C[entry_at(C, base, E_OLDER, entry)] = newest
-    C[entry_at(C, base, E_NEWER, entry)] = -1
+    C[entry_at(base, n, E_OLDER, entry)] = newest
+    C[entry_at(base, n, E_NEWER, entry)] = -1
     if newest >= 0:
-        C[entry_at(C, base, E_NEWER, newest)] = entry
+        C[entry_at(base, n, E_NEWER, newest)] = entry
     else:
         C[base + H_OLDEST] = entry
     C[base + H_NEWEST] = entry
 
 
-def touch(C: Ints, base: int, entry: int) -> None:
+def touch(C: Ints, base: int, n: int, entry: int) -> None:
     """Make an entry the most recently used one; a pinned one is in no list."""
-    if C[entry_at(C, base, E_PINS, entry)] == 0 and C[base + H_NEWEST] != entry:
-        unlink(C, base, entry)
-        link_newest(C, base, entry)
+    if C[entry_at(base, n, E_PINS, entry)] == 0 and C[base + H_NEWEST] != entry:
+        unlink(C, base, n, entry)
+        link_newest(C, base, n, entry)
 
 
-def pin(C: Ints, base: int, entry: int) -> None:
+def pin(C: Ints, base: int, n: int, entry: int) -> None:
     """Keep a cached entry from being evicted."""
-    at = entry_at(C, base, E_PINS, entry)
+    at = entry_at(base, n, E_PINS, entry)
     if C[at] == 0:
-        unlink(C, base, entry)
+        unlink(C, base, n, entry)
         C[base + H_PINNED] += entry_units(C, entry)
     C[at] += 1
 
 
-def unpin(C: Ints, base: int, entry: int) -> None:
+def unpin(C: Ints, base: int, n: int, entry: int) -> None:
     """Undo one `pin`; the last one touches the entry."""
-    at = entry_at(C, base, E_PINS, entry)
+    at = entry_at(base, n, E_PINS, entry)
     C[at] -= 1
     if C[at] == 0:
         C[base + H_PINNED] -= entry_units(C, entry)
-        link_newest(C, base, entry)
+        link_newest(C, base, n, entry)
 
 
-def make_room(C: Ints, base: int, units: int, period: int) -> bool:
+def make_room(C: Ints, base: int, n: int, units: int, period: int) -> bool:
     """Evict least recently used entries until `units` are free; False, with nothing evicted, if they cannot be."""
     free = C[base + H_CAPACITY] - C[base + H_USED] - C[base + H_HELD]
     if free + C[base + H_USED] - C[base + H_PINNED] < units:
         return False
     while free < units:
         entry = C[base + H_OLDEST]
-        unlink(C, base, entry)
-        at = entry_at(C, base, E_STATE, entry)
+        unlink(C, base, n, entry)
+        at = entry_at(base, n, E_STATE, entry)
         C[at] = changed(C[at], period, 0)
         C[base + H_USED] -= entry_units(C, entry)
         C[EVICTIONS] += 1
@@ -183,19 +183,19 @@ def make_room(C: Ints, base: int, units: int, period: int) -> bool:
     return True
 
 
-def put(C: Ints, base: int, entry: int, period: int) -> bool:
+def put(C: Ints, base: int, n: int, entry: int, period: int) -> bool:
     """Have an entry in the pool and pin it; False if there is no room."""
-    at = entry_at(C, base, E_STATE, entry)
+    at = entry_at(base, n, E_STATE, entry)
     if C[at] & 1:
-        pin(C, base, entry)
+        pin(C, base, n, entry)
         return True
     units = entry_units(C, entry)
-    if not make_room(C, base, units, period):
+    if not make_room(C, base, n, units, period):
         return False
     C[at] = changed(C[at], period, 1)
     C[base + H_USED] += units
     C[base + H_PINNED] += units
-    C[entry_at(C, base, E_PINS, entry)] = 1
+    C[entry_at(base, n, E_PINS, entry)] = 1
     return True
 
 
@@ -204,7 +204,7 @@ def put(C: Ints, base: int, entry: int, period: int) -> bool:
 
 def cached_blocks(C: Ints, pool: int, r: int, input_tokens: int, view: int) -> int:
     """Blocks of request r that a pool can serve in a view (`SEE_NOW`, or `view_of` an instant)."""
-    states = entry_at(C, pool_at(C, pool), E_STATE, 0)
+    states = entry_at(pool_at(C, pool), n_entries(C), E_STATE, 0)
     first = C[O_OFFSETS] + r
     return matched_blocks(
         C,
@@ -221,27 +221,29 @@ def cached_blocks(C: Ints, pool: int, r: int, input_tokens: int, view: int) -> i
 def pin_prefix(C: Ints, pool: int, r: int, n_blocks: int) -> None:
     """Touch the first `n_blocks` blocks of request r, pin them and the checkpoint behind them; the pool has them."""
     base = pool_at(C, pool)
+    n = n_entries(C)
     ids = C[O_IDS] + C[C[O_OFFSETS] + r]
     for k in range(n_blocks - 1, -1, -1):
         block = C[ids + k]
         if C[NEEDS_STATE] != 0:
             checkpoint = C[N_BLOCKS] + block
             if k == n_blocks - 1:
-                pin(C, base, checkpoint)
-            elif C[entry_at(C, base, E_STATE, checkpoint)] & 1:
-                touch(C, base, checkpoint)
-        pin(C, base, block)
+                pin(C, base, n, checkpoint)
+            elif C[entry_at(base, n, E_STATE, checkpoint)] & 1:
+                touch(C, base, n, checkpoint)
+        pin(C, base, n, block)
 
 
 def unpin_prefix(C: Ints, pool: int, r: int, n_blocks: int) -> None:
     """Undo `pin_prefix`."""
     base = pool_at(C, pool)
+    n = n_entries(C)
     ids = C[O_IDS] + C[C[O_OFFSETS] + r]
     for k in range(n_blocks - 1, -1, -1):
         block = C[ids + k]
         if C[NEEDS_STATE] != 0 and k == n_blocks - 1:
-            unpin(C, base, C[N_BLOCKS] + block)
-        unpin(C, base, block)
+            unpin(C, base, n, C[N_BLOCKS] + block)
+        unpin(C, base, n, block)
 
 
 def store_prefix(C: Ints, pool: int, r: int, n_blocks: int, rule: int, now_ns: int) -> None:
@@ -251,17 +253,18 @@ def store_prefix(C: Ints, pool: int, r: int, n_blocks: int, rule: int, now_ns: i
     the rest is not stored, and counted.
     """
     base = pool_at(C, pool)
+    n = n_entries(C)
     ids = C[O_IDS] + C[C[O_OFFSETS] + r]
     period = period_of(C, now_ns)
     kept = 0
     whole = True
     while whole and kept < n_blocks:
         block = C[ids + kept]
-        if not put(C, base, block, period):
+        if not put(C, base, n, block, period):
             break
         kept += 1
         if C[NEEDS_STATE] != 0 and checkpoint_at(rule, C[EVERY_BLOCKS], n_blocks, kept):
-            whole = put(C, base, C[N_BLOCKS] + block, period)
+            whole = put(C, base, n, C[N_BLOCKS] + block, period)
     C[UNSTORED] += n_blocks - kept + (0 if whole else 1)
     for k in range(kept - 1, -1, -1):
         block = C[ids + k]
@@ -269,10 +272,10 @@ def store_prefix(C: Ints, pool: int, r: int, n_blocks: int, rule: int, now_ns: i
             checkpoint = C[N_BLOCKS] + block
             stored = checkpoint_at(rule, C[EVERY_BLOCKS], n_blocks, k + 1) and (whole or k + 1 < kept)
             if stored:
-                unpin(C, base, checkpoint)
-            elif C[entry_at(C, base, E_STATE, checkpoint)] & 1:
-                touch(C, base, checkpoint)
-        unpin(C, base, block)
+                unpin(C, base, n, checkpoint)
+            elif C[entry_at(base, n, E_STATE, checkpoint)] & 1:
+                touch(C, base, n, checkpoint)
+        unpin(C, base, n, block)
 
 
 def store_prompt(C: Ints, pool: int, r: int, input_tokens: int, now_ns: int) -> None:
@@ -317,7 +320,7 @@ def hold(C: Ints, pool: int, r: int, n_bytes: int, now_ns: int) -> None:
     units = -(-n_bytes // C[UNIT_BYTES])
     most = C[base + H_CAPACITY] - C[base + H_HELD] - C[base + H_PINNED]
     taken = min(units, most)
-    make_room(C, base, taken, period_of(C, now_ns))
+    make_room(C, base, n_entries(C), taken, period_of(C, now_ns))
     C[base + H_HELD] += taken
     C[UNHELD_UNITS] += units - taken
     C[at + R_HELD_POOL] = pool
@@ -345,8 +348,9 @@ def let_go(C: Ints, pd_pool: int, r: int) -> None:
 
 def prefill_ended(C: Ints, pool: int, pd_pool: int, r: int, input_tokens: int, now_ns: int) -> None:
     """A prefill is done in the cluster of `pool`: unpin what the request had found and store its prompt there."""
-    let_go(C, pd_pool, r)
+    # stored first: what the request had found stays pinned meanwhile and is touched once
     store_prompt(C, pool, r, input_tokens, now_ns)
+    let_go(C, pd_pool, r)
 
 
 def handed_over(C: Ints, pd_pool: int, r: int, input_tokens: int, remote: bool, now_ns: int) -> None:
@@ -401,21 +405,21 @@ class PoolState(NamedTuple):
 
 def pool_state(C: Ints, pool: int) -> PoolState:
     """Read one pool (for tests and curious people; engines do not need it)."""
-    base = pool_at(C, pool)
+    base, n = pool_at(C, pool), n_entries(C)
     order = []
     entry = C[base + H_OLDEST]
     while entry >= 0:
         order.append(int(entry))
-        entry = C[entry_at(C, base, E_NEWER, entry)]
-    entries = range(n_entries(C))
+        entry = C[entry_at(base, n, E_NEWER, entry)]
+    entries = range(n)
     return PoolState(
         int(C[base + H_CAPACITY]),
         int(C[base + H_USED]),
         int(C[base + H_PINNED]),
         int(C[base + H_HELD]),
         tuple(order),
-        frozenset(e for e in entries if C[entry_at(C, base, E_STATE, e)] & 1),
-        {e: int(C[entry_at(C, base, E_PINS, e)]) for e in entries if C[entry_at(C, base, E_PINS, e)]},
+        frozenset(e for e in entries if C[entry_at(base, n, E_STATE, e)] & 1),
+        {e: int(C[entry_at(base, n, E_PINS, e)]) for e in entries if C[entry_at(base, n, E_PINS, e)]},
     )
 
 

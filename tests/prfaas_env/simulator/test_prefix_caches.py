@@ -480,3 +480,25 @@ def test_a_sequence_prefilled_again_keeps_what_it_had(tiny):
     assert run.engine.totals().prefill_busy_ns == (2000 + 1000 + 200 + 1398) * 1_000_000
     assert run.counts["hit_tokens"] == 1000  # a request counts once
     assert run.pool(PD_POOL)[2:4] == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------- declared hits
+
+
+def test_a_declared_hit_is_spared_everywhere(tiny):
+    """A hit rate without prefix data: 600 of 1,000 tokens are cached in every cluster, whoever prefills."""
+    scenario = tiny.scenario()
+    world = tiny.world(scenario, [(0, 1000, 1), (20, 1000, 1)])
+    declared = dataclasses.replace(world.requests, cached_tokens=np.array([600, 600]))
+    world = dataclasses.replace(world, requests=declared)
+    engine = make_engine(tiny.engine_name, world)
+    engine.apply(Decision.same(1, threshold_tokens=300.0))
+    engine.run_until(10 * S)
+    engine.apply(Decision.same(1, threshold_tokens=400.0))
+    engine.run_to_end()
+    # 400 tokens are new: above 300 it goes remote, 0.4 s of prefill and 0.4 s on the link; at 400 it stays, 0.8 s
+    assert engine.records.route.tolist() == [Route.REMOTE, Route.LOCAL]
+    assert engine.records.transfer_end_ns.tolist() == [800_000_000, 20 * S + 800_400_000]
+    assert engine.records.incremental_tokens.tolist() == [400, 400]
+    assert engine.totals().egress_bits == (3.2e6,)
+    assert engine.telemetry().pd[0].hit_share == pytest.approx(0.6)
