@@ -223,7 +223,7 @@ def test_masked_actions_are_legal_and_reach_everything() -> None:
 
 
 def test_every_benchmark_of_this_package_is_listed() -> None:
-    assert bench.benchmark_names()[:5] == ["engine", "growth", "env", "vector", "start"]
+    assert bench.benchmark_names()[:6] == ["engine", "hard", "growth", "env", "vector", "start"]
 
 
 def test_all_run_in_order_or_one_alone(fake: list[tuple[str, bool]]) -> None:
