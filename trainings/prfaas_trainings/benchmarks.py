@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from prfaas_agents.export import fill_bundle
 from prfaas_agents.ppo import make_ppo
+from prfaas_agents.record import CodecRecord, PolicyRecord, TelemetryRecord
 from prfaas_agents.settings import PpoSettings
 from prfaas_agents.vec_env import make_batched_vec_env
 from prfaas_env.bench import SEED, Figure, Figures
+from prfaas_env.bundle import BundlePolicy
+from prfaas_env.decision import ActionCodec, Decision
+from prfaas_env.policy import PolicyContext
+from prfaas_env.scenarios import Scenario, load_scenario
+from prfaas_env.simulator.engine import make_engine
+from prfaas_env.simulator.formulas import FloatArray, ns_from_s
+from prfaas_env.simulator.world import draw_world
+from prfaas_env.sites import link_pairs
+from prfaas_env.telemetry import Telemetry
 
 
 class TimedSteps(VecEnvWrapper):
@@ -71,3 +87,84 @@ def ppo_figures(n_envs: int, n_steps: int, repeats: int) -> Figures:
 def ppo_share(quick: bool) -> Figures:
     """The simulator's share of training PPO."""
     return ppo_figures(4, 16, 1) if quick else ppo_figures(64, 256, 3)
+
+
+def bundle_figures(n: int, repeats: int) -> Figures:
+    """Wall time of one decision of an exported policy, from telemetry to decision, at the 99th percentile.
+
+    Args:
+        n: decisions per sample, each at a reading of its own.
+        repeats: samples, after one that is not timed.
+    """
+    scenario = load_scenario("drift")
+    readings = _readings(scenario, n)
+    codec = ActionCodec(len(scenario.deployment.pd), "margin", "discrete")
+    envs = make_batched_vec_env([scenario], 1, routing="margin", full_infos=False)
+    model = make_ppo(envs, codec, PpoSettings(), SEED)
+    envs.close()
+    record = PolicyRecord(
+        telemetry=TelemetryRecord.of(readings[0].schema),
+        links=link_pairs(scenario.deployment),
+        action=CodecRecord(n_pd=codec.n_pd, routing=codec.routing, form=codec.form),
+        decision_interval_s=scenario.control.control_interval_s,
+        hidden=PpoSettings().hidden,
+        weights_sha256="",
+        steps=0,
+        reward="waiting",
+        trained_on=(),
+        training_seed=SEED,
+        seed_ranges={},
+        validation={},
+        versions={},
+    )
+    with tempfile.TemporaryDirectory() as name:
+        fill_bundle(Path(name), model, record, name="benchmark")
+        policy = BundlePolicy(name)
+    p50_us, p99_us, act_us = [], [], []
+    for k in range(repeats + 1):
+        policy.reset(PolicyContext(scenario, readings[0].schema, SEED))
+        decisions = _wall_us(policy.decide, readings)
+        actions = _wall_us(policy.act, readings)
+        if k > 0:
+            p50_us.append(float(np.percentile(decisions, 50)))
+            p99_us.append(float(np.percentile(decisions, 99)))
+            act_us.append(float(np.percentile(actions, 99)))
+    what = f"bundle, {len(readings[0].schema)} fields, two layers of 64"
+    unit = "us, wall"
+    return {
+        "decide_p50_us": Figure(f"{what}: a decision, p50", unit, tuple(p50_us), "lowest"),
+        "decide_p99_us": Figure(f"{what}: a decision, p99", unit, tuple(p99_us), "lowest", at_most=100.0),
+        "act_p99_us": Figure(f"{what}: encoding and network alone, p99", unit, tuple(act_us), "lowest"),
+    }
+
+
+def _readings(scenario: Scenario, n: int) -> list[Telemetry]:
+    """Readings of an episode under earliest finish, one per tick and repeated up to n with later times."""
+    engine = make_engine("simpy", draw_world(scenario, SEED))
+    engine.apply(Decision.same(len(scenario.deployment.pd), margin_s=0.0))
+    interval_ns = ns_from_s(scenario.control.control_interval_s)
+    found = []
+    for k in range(min(n, 300)):
+        engine.run_until(k * interval_ns)
+        found.append(engine.telemetry())
+    out = []
+    for k in range(n):
+        reading = copy.copy(found[k % len(found)])
+        reading.time_ns = k * interval_ns  # a policy decides once per interval
+        out.append(reading)
+    return out
+
+
+def _wall_us(call: Callable[[Telemetry], Any], readings: Sequence[Telemetry]) -> FloatArray:
+    """Wall time of each call, shape (readings,)."""
+    out = np.empty(len(readings))
+    for k, reading in enumerate(readings):
+        start_ns = time.perf_counter_ns()
+        call(reading)
+        out[k] = (time.perf_counter_ns() - start_ns) / 1e3
+    return out
+
+
+def bundle(quick: bool) -> Figures:
+    """A decision of a policy bundle."""
+    return bundle_figures(50, 1) if quick else bundle_figures(10_000, 5)
