@@ -332,13 +332,17 @@ def read_file(folder: Path, name: str) -> bytes:
     try:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "is a link")
-        with os.fdopen(os.open(path, flags), "rb") as file:
-            status = os.fstat(file.fileno())
+        handle = os.open(path, flags)
+        try:
+            status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 raise PrfaasError(f"{path}: is not a plain file")
             if status.st_size > limit:
                 raise PrfaasError(f"{path}: has {status.st_size:,} bytes; at most {limit:,} are read")
-            content = file.read(limit + 1)
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(limit + 1)
+        finally:
+            os.close(handle)
     except OSError as error:
         what = "is a link; a bundle holds plain files" if error.errno == errno.ELOOP else error.strerror
         raise PrfaasError(f"{path}: cannot be read: {what}") from None
