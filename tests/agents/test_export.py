@@ -99,7 +99,11 @@ def model_of(name: str, readings: list[Telemetry], routing: Routing = "margin") 
     actor = getattr(model.policy, "actor", None)
     scaling = model.policy.pi_features_extractor if actor is None else actor.features_extractor
     scaling.fit(observations)
+    if name.startswith("recurrent"):
+        shake(model.policy.lstm_actor, 0.5)
     shake(model.policy.action_net if actor is None else actor.mu, 1.0 if actor is None else 0.3)
+    if discrete:
+        model.policy.action_net.bias.data.zero_()
     return model
 
 
@@ -204,7 +208,8 @@ def test_model_file_and_runtime_agree(
 
 def test_a_bundle_does_what_the_policy_file_does(tmp_path: Path, save: Callable[..., Path]) -> None:
     model = make_model()
-    shake(model.policy.action_net)
+    shake(model.policy.action_net, 3.0)
+    model.policy.action_net.bias.data.zero_()
     record = make_record(decision_interval_s=5.0)
     (tmp_path / "bundle").mkdir()
     fill_bundle(tmp_path / "bundle", model, record, name="x")
