@@ -69,6 +69,34 @@ def _validation(evaluation: dict[str, Any]) -> list[str]:
     ]
 
 
+def _interval(figure: Any) -> str:
+    """A mean with its interval."""
+    if not isinstance(figure, dict):
+        return "-"
+    low, high = figure.get("low"), figure.get("high")
+    limits = "" if low is None or high is None else f" [{_value(low)}, {_value(high)}]"
+    return f"{_value(figure.get('mean'))}{limits}"
+
+
+def _comparison(found: dict[str, Any]) -> Iterator[str]:
+    """The tables of one comparison; this policy stands in bold."""
+    seeds = found["seeds"]
+    yield (
+        f"Compared on {seeds['count']:,} {_plain(found['split'])} seeds from {seeds['first']:,} on, "
+        f"with 95% intervals. {_plain(found['how_averaged'])}"
+    )
+    for scenario, policies in found["scenarios"].items():
+        yield from (
+            "",
+            f"| {_plain(scenario)} | mean TTFT, s | P90, s | goodput, req/s | conversions |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        )
+        for label, figures in policies.items():
+            shown = f"**{_plain(label)}**" if label == found["policy"] else _plain(label)
+            yield f"| {shown} | {' | '.join(_interval(figure) for figure in figures.values())} |"
+    yield ""
+
+
 def _evaluation(evaluation: dict[str, Any]) -> list[str]:
     if not evaluation:
         return ["The run holds no evaluation: nothing is known of how well this policy does.", ""]
@@ -76,7 +104,8 @@ def _evaluation(evaluation: dict[str, Any]) -> list[str]:
     chosen = evaluation.get("chosen")
     if isinstance(chosen, dict):
         rest["chosen"] = {k: v for k, v in chosen.items() if k != "ttft_mean_s"}
-    return [*_validation(evaluation), *_bullets(rest), ""]
+    comparisons = [line for found in rest.pop("comparisons", ()) for line in _comparison(found)]
+    return [*comparisons, *_validation(evaluation), *_bullets(rest), ""]
 
 
 def model_card(manifest: BundleManifest) -> str:

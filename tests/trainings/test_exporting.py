@@ -133,6 +133,49 @@ def test_folders_in_use_are_kept(run: Path, tmp_path: Path) -> None:
     assert files(tmp_path) == ["bundle", "other"]
 
 
+def test_figures_of_a_comparison_go_along(run: Path, tmp_path: Path, runner: EpisodeRunner) -> None:
+    rows = [parse_row("earliest_finish"), parse_row(f"mine=ppo:path={run}")]
+    scenarios = quick().load_scenarios()
+    found = compare(
+        scenarios, rows, seeds=range(2_000_000, 2_000_003), split="test", runner=runner, engine="simpy"
+    )
+    folder = tmp_path / "compared"
+    folder.mkdir()
+    (folder / "metrics.json").write_text(found.json_text())
+    out = tmp_path / "bundle"
+    args = ["export", str(run), "--out", str(out), "--evaluation", str(folder)]
+    assert CliRunner().invoke(_APP, args).exit_code == 0
+    (kept,) = BundlePolicy(out).manifest.evaluation["comparisons"]
+    assert (kept["policy"], kept["split"], kept["seeds"]) == (
+        "mine",
+        "test",
+        {"first": 2_000_000, "count": 3},
+    )
+    mean = found.own(0, 1, "ttft_mean_s").mean
+    assert kept["scenarios"]["paper"]["mine"]["ttft_mean_s"]["mean"] == mean
+    card = (out / "MODEL_CARD.md").read_text()
+    assert "Compared on 3 test seeds from 2,000,000 on" in card
+    assert f"| **mine** | {mean:,.4g}" in card
+    assert f"| earliest_finish | {found.own(0, 0, 'ttft_mean_s').mean:,.4g}" in card
+    for name in ("policy.zip", "policy.json"):  # a comparison beside the policy needs no word
+        (folder / name).write_bytes((run / name).read_bytes())
+    assert export_run(folder, tmp_path / "beside").evaluation["comparisons"] == [kept]
+    (folder / "metrics.json").write_text("{}")
+    assert "comparisons" not in export_run(folder, tmp_path / "broken").evaluation
+    (tmp_path / "no.json").write_text('{"rows": 3}')
+    without = json.loads(found.json_text())
+    without["rows"][1]["policy_hash"] = "0" * 12
+    (tmp_path / "other.json").write_text(json.dumps(without))
+    for name, told in (
+        ("none.json", "cannot be read"),
+        ("no.json", r"is not the metrics\.json of a comparison"),
+        ("other.json", "compares no policy with hash"),
+    ):
+        with pytest.raises(PrfaasError, match=told):
+            export_run(run, tmp_path / "b", evaluations=[tmp_path / name])
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_failure_on_the_way_leaves_nothing_or_the_old_bundle(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

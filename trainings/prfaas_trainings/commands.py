@@ -269,13 +269,17 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Folder of the bundle.")],
     name: Annotated[str | None, typer.Option(help="Name for readers; default that of the run.")] = None,
+    evaluation: Annotated[
+        list[Path] | None,
+        typer.Option(help="Comparison (--out of prfaas compare) to take figures from; may be repeated."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier bundle in --out.")] = False,
 ) -> None:
     """Write a trained policy as a bundle: an ONNX network, a manifest and a model card, no pickle."""
     _need(_EXPORTING, "export")
     from prfaas_trainings.exporting import export_run
 
-    manifest = export_run(run, out, name=name, force=force)
+    manifest = export_run(run, out, name=name, force=force, evaluations=evaluation or ())
     size = manifest.files["policy.onnx"].bytes
     typer.echo(f"bundle: {out}   ({manifest.training.algorithm}, {size:,} bytes of network)")
     typer.echo(f"use it: prfaas simulate --policy {out}   (needs the extra `policy`)")
