@@ -6,8 +6,10 @@ and decoding to decisions happen here, with the same `ActionCodec` as in trainin
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,8 @@ class Network:
         except Exception as error:  # the runtime raises classes of its own
             raise PrfaasError(f"{self._where}: onnxruntime failed: {_one_line(error)}") from None
         for name, value in zip(outputs, values, strict=True):
-            if not np.isfinite(value).all():
+            # float64 cannot overflow here; for so few numbers lists are quicker than array functions
+            if not math.isfinite(sum(value.ravel().tolist())):
                 raise PrfaasError(f"{self._where}: output {name!r} is not finite")
         return values
 
@@ -206,13 +209,17 @@ class BundlePolicy:
         period = telemetry.time_ns // self._interval_ns
         if period == self._period:
             return self._held
-        if telemetry.schema != self._schema:
+        if telemetry.schema is not self._schema and telemetry.schema != self._schema:
             raise PrfaasError(
                 f"bundle {self.folder}: telemetry has another schema than the context of reset()"
             )
         self._period = period
         decided = self._codec.decode(self.act(telemetry))
-        self._held = Decision(tuple(dataclasses.replace(c, move=Move.NONE) for c in decided.clusters))
+        self._held = Decision(
+            tuple(
+                c if c.move is Move.NONE else dataclasses.replace(c, move=Move.NONE) for c in decided.clusters
+            )
+        )
         return Decision(
             tuple(
                 cluster if telemetry.legal_moves[i][cluster.move] else held
@@ -226,7 +233,7 @@ class BundlePolicy:
         values = self._network.run(self._outputs, inputs)
         self._inputs = {s.input: v for s, v in zip(self._states, values[self._n_heads :], strict=True)}
         if self._codec.form == "discrete":
-            return self._discrete(values[0][0], telemetry)
+            return self._discrete(values[0][0].tolist(), telemetry)
         if not self._sample:
             action: Float32 = values[0][0]
             return action
@@ -237,24 +244,28 @@ class BundlePolicy:
         )
         return drawn
 
-    def _discrete(self, logits: Float32, telemetry: Telemetry) -> NDArray[np.int64]:
+    def _discrete(self, logits: list[float], telemetry: Telemetry) -> NDArray[np.int64]:
         n_grid, at = len(self._codec.grid), 0
         action = []
         for legal in telemetry.legal_moves:
             action.append(self._choose(logits[at : at + n_grid]))
             moves = logits[at + n_grid : at + n_grid + N_MOVES]
             if self._decision.masked:
-                moves = np.where(legal, moves, -np.inf)
+                moves = [x if allowed else -math.inf for x, allowed in zip(moves, legal, strict=True)]
             action.append(self._choose(moves))
             at += n_grid + N_MOVES
         return np.array(action, dtype=np.int64)
 
-    def _choose(self, logits: NDArray[Any]) -> int:
+    def _choose(self, logits: list[float]) -> int:
+        """The first of the largest logits, or a draw from softmax."""
+        top = max(logits)
         if not self._sample:
-            return int(logits.argmax())
-        weights = np.exp(logits.astype(np.float64) - logits.max())
-        total = np.cumsum(weights)
-        return min(int(np.searchsorted(total, self._rng.random() * total[-1], side="right")), len(logits) - 1)
+            return logits.index(top)
+        reached, total = [], 0.0
+        for x in logits:
+            total += math.exp(x - top)
+            reached.append(total)
+        return min(bisect.bisect_right(reached, self._rng.random() * total), len(logits) - 1)
 
 
 # ----------------------------------------------------------------------------------------- exchange

@@ -85,7 +85,8 @@ def _factory(name: str) -> Callable[..., Any]:
                 raise PrfaasError(f"policy {name!r}: cannot be loaded: {_line(error)}") from None
     if name and "\0" not in name and Path(name).is_dir():
         raise PrfaasError(
-            f"policy {name!r}: the folder holds no {MANIFEST_FILE}, so it is not a policy bundle"
+            f"policy {name!r}: the folder holds no {MANIFEST_FILE}, so it is no policy bundle; "
+            "`prfaas export` makes one of a training run"
         )
     raise PrfaasError(
         f"unknown policy {name!r}; installed: {', '.join(policy_names()) or 'none'}; or give module:Class or "
