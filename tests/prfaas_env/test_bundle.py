@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -661,3 +662,26 @@ def test_rules_and_bundles_run_under_the_same_runtime(tmp_path: Path) -> None:
 def test_the_first_policy_must_be_right(tmp_path: Path) -> None:
     with pytest.raises(PrfaasError, match="unknown policy"):
         ReloadablePolicy(str(tmp_path / "nowhere"))
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_names_every_field_of_the_manifest() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "bundle.md").read_text(encoding="utf-8")
+    models = (
+        bundle_manifest.BundleManifest,
+        bundle_manifest.NetworkRecord,
+        bundle_manifest.StateRecord,
+        bundle_manifest.DecisionRecord,
+        bundle_manifest.TopologyRecord,
+        bundle_manifest.TrainingRecord,
+        bundle_manifest.FileRecord,
+        bundle_manifest.TelemetryRecord,
+        bundle_manifest.FieldRecord,
+    )
+    wanted = {name for model in models for name in model.model_fields} - {"n_prfaas"}
+    shown = set(re.findall(r"`([a-z_0-9]+)`", page))
+    assert wanted <= shown | {"name", "fields"}, wanted - shown
+    for file, limit in bundle_manifest.MAX_BYTES.items():
+        assert re.search(rf"^\| `{re.escape(file)}` \|.*\| {limit >> 20} MiB \|$", page, flags=re.MULTILINE)
