@@ -117,7 +117,11 @@ def _low_load_warning(scenario: Scenario) -> str | None:
 def simulate_command(
     scenario: Annotated[str, typer.Option(help="A shipped name or a path of a YAML file.")] = "paper",
     policy: Annotated[
-        str, typer.Option(help="NAME[:key=value,...] or module:Class; `static` is the plan's optimum.")
+        str,
+        typer.Option(
+            help="NAME[:key=value,...], module:Class or the folder of a policy bundle; "
+            "`static` is the plan's optimum."
+        ),
     ] = "static",
     deployment: Annotated[
         str | None, typer.Option(help="Take the deployment of this scenario (homogeneous, naive, ...).")

@@ -12,11 +12,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.bundle_manifest import MANIFEST_FILE, is_bundle
 from prfaas_env.decision import Decision
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
@@ -81,8 +83,14 @@ def _factory(name: str) -> Callable[..., Any]:
                 return entry.load()  # type: ignore[no-any-return]
             except ImportError as error:
                 raise PrfaasError(f"policy {name!r}: cannot be loaded: {_line(error)}") from None
+    if name and "\0" not in name and Path(name).is_dir():
+        raise PrfaasError(
+            f"policy {name!r}: the folder holds no {MANIFEST_FILE}, so it is no policy bundle; "
+            "`prfaas export` makes one of a training run"
+        )
     raise PrfaasError(
-        f"unknown policy {name!r}; installed: {', '.join(policy_names()) or 'none'}; or give module:Class"
+        f"unknown policy {name!r}; installed: {', '.join(policy_names()) or 'none'}; or give module:Class or "
+        "the folder of a policy bundle"
     )
 
 
@@ -93,6 +101,25 @@ def _split(spec: str) -> tuple[str, str]:
         if "=" in parts[k] or parts[0] in policy_names():
             return ":".join(parts[:k]), ":".join(parts[k:])
     return spec, ""
+
+
+def _bundle_folder(spec: str) -> str | None:
+    """The folder of a spec that names a bundle, None for any other spec."""
+    # "runs/mine", or "runs/mine:key=value,...": the colon before the first equals sign ends the path
+    before = spec.partition("=")[0].rpartition(":")[0]
+    for path in (spec, before):
+        if path and path not in policy_names() and is_bundle(path):
+            return path
+    return None
+
+
+def _bundle_factory(folder: str) -> Callable[..., Any]:
+    from prfaas_env.bundle import BundlePolicy
+
+    def bundle(sample: bool = False, seed: int | None = None) -> Policy:
+        return BundlePolicy(folder, sample, seed)
+
+    return bundle
 
 
 def _value(spec: str, key: str, text: str) -> Any:
@@ -108,13 +135,20 @@ def _value(spec: str, key: str, text: str) -> Any:
 
 
 def make_policy(spec: str) -> Policy:
-    """A policy from `NAME[:key=value,...]` or `module:Class[:key=value,...]`.
+    """A policy from `NAME[:key=value,...]`, `module:Class[:key=value,...]` or `FOLDER[:key=value,...]`.
+
+    A folder is a policy bundle (see `prfaas_env.bundle`); an installed name comes before a folder of the same name.
 
     Raises:
         PrfaasError: unknown policy or parameter, or a value that the policy refuses; one line.
     """
-    name, text = _split(spec)
-    factory = _factory(name)
+    folder = _bundle_folder(spec)
+    if folder is None:
+        name, text = _split(spec)
+        factory = _factory(name)
+    else:
+        name, text = folder, spec[len(folder) + 1 :]
+        factory = _bundle_factory(folder)
     parameters: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, separator, value = item.partition("=")

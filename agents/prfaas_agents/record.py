@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -11,81 +10,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from prfaas_env.base import Frozen, PrfaasError, first_error
-from prfaas_env.decision import ActionCodec, ActionForm, Routing
+from prfaas_env.bundle_manifest import CodecRecord, TelemetryRecord, TrainedOn
 from prfaas_env.policy import PolicyContext
-from prfaas_env.sites import link_difference, link_pairs
-from prfaas_env.telemetry import SCHEMA_VERSION, Field, TelemetrySchema
+from prfaas_env.sites import link_pairs
 
 POLICY_FILE = "policy.zip"
 RECORD_FILE = "policy.json"
-
-
-class FieldRecord(Frozen):
-    """One telemetry field as it was when the policy was trained."""
-
-    name: str
-    unit: str
-    low: float
-    high: float
-    scale: Literal["linear", "log", "symlog"]
-    doc: str
-    scale_at: float
-    flag: str | None
-
-
-class TelemetryRecord(Frozen):
-    """The observation that the policy was trained on."""
-
-    version: int
-    hash: str
-    n_pd: int
-    n_prfaas: int
-    n_links: int
-    names: tuple[str, ...]
-    fields: tuple[FieldRecord, ...]
-
-    @classmethod
-    def of(cls, schema: TelemetrySchema) -> TelemetryRecord:
-        """Record of a schema."""
-        return cls(
-            version=SCHEMA_VERSION,
-            hash=schema.hash,
-            n_pd=schema.n_pd,
-            n_prfaas=schema.n_prfaas,
-            n_links=schema.n_links,
-            names=schema.names,
-            fields=tuple(FieldRecord(**dataclasses.asdict(f)) for f in schema.fields),
-        )
-
-    def as_schema(self) -> TelemetrySchema:
-        """The schema as it was then, which this version of the code may no longer make."""
-        then = TelemetrySchema(self.n_pd, self.n_prfaas, self.n_links)
-        # Names and fields are cached properties: what is stored under their names is what they give.
-        then.__dict__["names"] = self.names
-        then.__dict__["fields"] = tuple(Field(**f.model_dump()) for f in self.fields)
-        return then
-
-
-class CodecRecord(Frozen):
-    """How actions become decisions."""
-
-    n_pd: int
-    routing: Routing
-    form: ActionForm
-
-    def codec(self) -> ActionCodec:
-        """The codec."""
-        return ActionCodec(self.n_pd, self.routing, self.form)
-
-
-class TrainedOn(Frozen):
-    """A scenario of the training."""
-
-    name: str
-    hash: str
-    weight: float
-    slice: tuple[str, float, float] | None = None
-    """(file, first second, last second) of the trace that it replays."""
 
 
 class PolicyRecord(Frozen):
@@ -146,12 +76,6 @@ def read_record(file: Path) -> PolicyRecord:
 
 def check_fits(record: PolicyRecord, context: PolicyContext, file: Path) -> None:
     """Refuse a policy that was trained on another observation; the message names the fields or links."""
-    difference = context.schema.difference(record.telemetry.as_schema())
-    if difference:
-        raise PrfaasError(
-            f"policy {file}: trained on other telemetry than this deployment and version give: {difference}"
-        )
-    pairs = link_pairs(context.scenario.deployment)
-    difference = link_difference(pairs, pairs if record.links is None else record.links)
-    if difference:
-        raise PrfaasError(f"policy {file}: trained on other links than this deployment has: {difference}")
+    misfit = record.telemetry.misfit(context.schema, record.links, link_pairs(context.scenario.deployment))
+    if misfit:
+        raise PrfaasError(f"policy {file}: {misfit}")

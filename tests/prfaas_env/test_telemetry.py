@@ -34,6 +34,7 @@ from prfaas_env.telemetry import (
     Telemetry,
     TelemetrySchema,
     decision_fields,
+    encode_values,
     length_bin,
     pack,
     schema_for,
@@ -198,6 +199,26 @@ def test_encoding_is_bounded_whatever_the_values(values: np.ndarray[Any, Any]) -
     assert (out >= 0).all()
     assert (out <= 1).all()
     assert 0 <= clipped <= len(SCHEMA)
+
+
+#: Also the values at which something changes: flags around a half, ends of ranges, signed zeros.
+MIXED = arrays(
+    np.float64,
+    len(SCHEMA),
+    elements=st.one_of(
+        st.sampled_from([-0.0, 0.0, 0.5, 0.51, 1.0, 3600.0, 60.0, -60.0, math.inf, -math.inf]),
+        st.floats(-100.0, 1e15),
+    ),
+)
+
+
+@given(MIXED)
+def test_encoding_is_that_of_one_value_after_the_other(values: np.ndarray[Any, Any]) -> None:
+    one_by_one = np.zeros(len(SCHEMA), dtype=np.float32)
+    clipped = encode_values(values, *SCHEMA.scales, one_by_one)
+    out = SCHEMA.encode(values)
+    assert np.array_equal(out[0], one_by_one)
+    assert out[1] == clipped
 
 
 @given(VALUES, VALUES)

@@ -32,6 +32,15 @@ def test_the_steps_of_the_envs_are_timed_and_nothing_else() -> None:
     timed.close()
 
 
+def test_a_decision_of_a_bundle() -> None:
+    figures = benchmarks.bundle_figures(40, 2)
+    assert figures["decide_cpu_p99_us"].at_most == 100.0
+    for clock in ("cpu", "wall"):
+        low, high = (figures[f"decide_{clock}_{q}_us"] for q in ("p50", "p99"))
+        assert len(low.samples) == 2
+        assert all(0 < a <= b for a, b in zip(low.samples, high.samples, strict=True))
+
+
 def test_the_command_finds_it() -> None:
     (entry,) = [e for e in metadata.entry_points(group="prfaas.benchmarks") if e.name == "ppo_share"]
     assert entry.load() is benchmarks.ppo_share

@@ -1,4 +1,4 @@
-"""`prfaas train`, `compare`, `sweep` and `demo`. Heavy packages are loaded when a command runs, not before."""
+"""`prfaas train`, `export`, `compare`, `sweep` and `demo`. Heavy packages are loaded when a command runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
 #: Packages of the `train` extra that a command may need.
 _LEARNING = ("torch", "stable_baselines3", "tensorboard")
 _DRAWING = ("matplotlib",)
+_EXPORTING = ("torch", "stable_baselines3", "sb3_contrib", "onnx")
 
 
 def _need(packages: tuple[str, ...], what: str) -> None:
@@ -260,6 +261,28 @@ def train(
     )
     typer.echo(f"policy: {result.policy}   (prfaas compare --policy ppo:path={result.policy})")
     typer.echo(f"curves: tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="Run folder of a training, one of its checkpoints, or a policy.zip.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the bundle.")],
+    name: Annotated[str | None, typer.Option(help="Name for readers; default that of the run.")] = None,
+    evaluation: Annotated[
+        list[Path] | None,
+        typer.Option(help="Comparison (--out of prfaas compare) to take figures from; may be repeated."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier bundle in --out.")] = False,
+) -> None:
+    """Write a trained policy as a bundle: an ONNX network, a manifest and a model card, no pickle."""
+    _need(_EXPORTING, "export")
+    from prfaas_trainings.exporting import export_run
+
+    manifest = export_run(run, out, name=name, force=force, evaluations=evaluation or ())
+    size = manifest.files["policy.onnx"].bytes
+    typer.echo(f"bundle: {out}   ({manifest.training.algorithm}, {size:,} bytes of network)")
+    typer.echo(f"use it: prfaas simulate --policy {out}   (needs the extra `policy`)")
 
 
 def demo(
