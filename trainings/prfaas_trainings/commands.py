@@ -70,7 +70,7 @@ def compare(
     timeline: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policy in the timeline plot; may be repeated. Default: learned, best rule, reference."
+            help="Policy in the timeline plot; may be repeated. Default: learned (or first), best rule, reference."
         ),
     ] = None,
     force: Annotated[

@@ -706,7 +706,7 @@ def compare(
 
 
 def timeline_rows(comparison: Comparison, asked: Sequence[str]) -> list[int]:
-    """Rows for the timeline: those asked for, else the learned ones, the best rules and the reference."""
+    """Rows for the timeline: those asked for, else the subjects, the best rules and the reference."""
     names = [row.label for row in comparison.rows]
     for name in asked:
         if name not in names:
@@ -715,7 +715,7 @@ def timeline_rows(comparison: Comparison, asked: Sequence[str]) -> list[int]:
         return [names.index(name) for name in dict.fromkeys(asked)]
     best = [comparison.best_rule(s) for s in range(len(comparison.scenarios))]
     wanted = [
-        *(k for k, facts in enumerate(comparison.facts) if facts.learned),
+        *comparison.subjects,
         *(k for k in best if k is not None),
         comparison.reference,
     ]

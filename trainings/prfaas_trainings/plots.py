@@ -173,7 +173,7 @@ def timeline_figure(columns: Sequence[TimelineColumn], title: str, column_inches
     figure, grid = pyplot().subplots(
         5,
         len(columns),
-        figsize=(column_inches * len(columns) + 1.0, 11.5),
+        figsize=(column_inches * len(columns) + 2.4, 11.5),
         sharex=True,
         sharey="row",
         squeeze=False,
@@ -190,6 +190,8 @@ def timeline_figure(columns: Sequence[TimelineColumn], title: str, column_inches
         queues.set_yscale("symlog", linthresh=10)
         if column.link_bps is not None:
             _draw_link(link, t, lines, column.link_bps)
+        else:
+            link.text(0.5, 0.5, "no link", transform=link.transAxes, ha="center")
         for q, name in enumerate(("prefill", "decode", "converting")):
             split.step(
                 t, lines[f"{name}_instances"], where="post", label=name, color=colour(q), linewidth=1.2
@@ -206,7 +208,7 @@ def timeline_figure(columns: Sequence[TimelineColumn], title: str, column_inches
             grid[row][0].set_ylim(bottom=0)
         handles, _ = grid[row][-1].get_legend_handles_labels()
         if handles:
-            grid[row][-1].legend(fontsize=7, loc="upper right")
+            grid[row][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(title)
     figure.tight_layout()
     return figure
@@ -223,7 +225,7 @@ def _draw_decision(axes: Any, t: FloatArray, lines: dict[str, FloatArray]) -> No
             t, threshold, where="post", color=_COLOURS[1], linewidth=1.0, label="threshold (1,000 tokens)"
         )
     axes.set_yscale("symlog", linthresh=1)
-    axes.legend(fontsize=7, loc="upper right")
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def _draw_link(axes: Any, t: FloatArray, lines: dict[str, FloatArray], nominal_bps: float) -> None:

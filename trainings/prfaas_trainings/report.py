@@ -122,6 +122,7 @@ def render(found: dict[str, Any], reproduction_requests: int = reproduction.REQU
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = breakable
     comparison, run = found["comparison"], found["run"]
     columns = reproduction.reproduce(reproduction_requests) if reproduction_requests else ()
     return environment.get_template(TEMPLATE).render(
@@ -239,31 +240,30 @@ def _ordinal(n: int) -> str:
 
 
 def _standing(comparison: dict[str, Any]) -> str:
-    """Losses first; every loss on the same hardware is named."""
-    duels = [
-        (scenario["label"], duel)
-        for scenario in comparison["scenarios"]
-        for duel in scenario["subject_minus_other_ttft_mean_s"]
-        if duel["same_hardware"]
-    ]
-    several = len(comparison["scenarios"]) > 1
-    parts = []
-    for subject in comparison["subjects"]:
-        mine = [(label, duel) for label, duel in duels if duel["policy"] == subject]
-        if not mine:
-            parts.append(f"there is nothing on the same hardware to compare {subject} with")
-            continue
-        by_word: dict[str, list[str]] = {}
-        for label, duel in mine:
-            where = f" on {label}" if several else ""
-            by = "" if duel["mean"] in (None, 0) else f" by {abs(duel['mean']):.2f} s"
-            by = by if duel["word"] in WORDS[:2] else ""
-            by_word.setdefault(duel["word"], []).append(f"{duel['other']}{by}{where}")
-            clauses = [f"{word} {_list(by_word[word], 12)}" for word in WORDS if word in by_word]
-        if LOSES not in by_word:
-            clauses.insert(0, "loses to no other policy beyond doubt")
-        parts.append(f"{subject} {', '.join(clauses)}")
-    return _sentence("; ".join(parts))
+    """Losses first; every policy on the same hardware is named."""
+    clauses = []
+    for scenario in comparison["scenarios"]:
+        for subject in comparison["subjects"]:
+            mine = [
+                duel
+                for duel in scenario["subject_minus_other_ttft_mean_s"]
+                if duel["same_hardware"] and duel["policy"] == subject
+            ]
+            clauses.append(f"on {scenario['label']} {subject} {_verdicts(mine)}")
+    return _sentence("; ".join(clauses))
+
+
+def _verdicts(duels: Sequence[dict[str, Any]]) -> str:
+    if not duels:
+        return "has nothing on the same hardware to be compared with"
+    by_word: dict[str, list[str]] = {}
+    for duel in duels:
+        by = f" by {abs(duel['mean']):.2f} s" if duel["word"] in WORDS[:2] else ""
+        by_word.setdefault(duel["word"], []).append(f"{duel['other']}{by}")
+    clauses = [f"{word} {_list(by_word[word], 12)}" for word in WORDS if word in by_word]
+    if LOSES not in by_word:
+        clauses.insert(0, "loses to no other policy beyond doubt")
+    return ", ".join(clauses)
 
 
 def _price(comparison: dict[str, Any]) -> str:
@@ -279,7 +279,7 @@ def _price(comparison: dict[str, Any]) -> str:
         best = min(others, key=lambda n: _mean(scenario, n, "ttft_mean_s"), default=None)
         text = _list([_use(scenario, subject) for subject in comparison["subjects"]])
         if best is not None:
-            text += f"; the best other policy, {_use(scenario, best)}"
+            text += f" (the best other policy: {_use(scenario, best)})"
         clauses.append(f"on {scenario['label']} {text}")
     return _sentence("; ".join(clauses))
 
@@ -292,9 +292,14 @@ def _use(scenario: dict[str, Any], policy: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    # names stand at the start of clauses, and a name is not to be changed
-    start = text[0].upper() if text.startswith(("on ", "there ")) else text[:1]
-    return f"{start}{text[1:]}."
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def breakable(name: str) -> Any:
+    """A name that a browser may break after its joints rather than anywhere."""
+    from markupsafe import Markup, escape
+
+    return Markup("".join(f"{escape(c)}<wbr>" if c in "_@:,=-/." else str(escape(c)) for c in name))
 
 
 def _asked_of_run(run: dict[str, Any]) -> str:
@@ -340,7 +345,9 @@ def _cells(results: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]
         found = interval_of(content)
         text = interval_text(found, figure, "")
         mean, _, limits = text.partition(" ")
-        cells.append({"figure": name, "value": content["mean"], "mean": mean, "limits": limits})
+        if limits == f"[{mean}, {mean}]":
+            limits = ""
+        cells.append({"figure": name, "mean": mean, "limits": limits})
     return cells
 
 

@@ -29,7 +29,7 @@ _SETTINGS: dict[str, Any] = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
         _INK,
     ),
-    "grid.color": _INK,
+    "grid.color": "#7f8a95",
     "axes.spines.top": False,
     "axes.spines.right": False,
 }

@@ -22,11 +22,12 @@ SERVICE = (
     "conversions",
     "invalid_moves",
     "rejected",
+    "aborted",
     "open_at_end",
 )
 _BY_NAME = {figure.name: figure for figure in FIGURES}
 #: Columns of text that the one-table form needs.
-ONE_TABLE_WIDTH = 160
+ONE_TABLE_WIDTH = 168
 #: Width where the output is not a terminal.
 FILE_WIDTH = 180
 
