@@ -36,6 +36,11 @@ def colour(k: int) -> str:
     return _COLOURS[k % len(_COLOURS)]
 
 
+def plain(label: str) -> str:
+    """A label as matplotlib shows it letter by letter: a dollar sign would begin a formula."""
+    return label.replace("$", r"\$")
+
+
 def file_name(kind: str, label: str) -> str:
     """A file name of a plot for a scenario label."""
     return f"{kind}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', label)}.png"
@@ -120,7 +125,7 @@ def cdf_figure(lines: Sequence[CdfLine], title: str) -> Any:
         axes.plot(
             line.x,
             line.y,
-            label=line.label,
+            label=plain(line.label),
             color=colour(k),
             linewidth=_LEARNED_WIDTH if line.learned else 1.4,
             linestyle="--" if line.other_hardware else "-",
@@ -134,7 +139,7 @@ def cdf_figure(lines: Sequence[CdfLine], title: str) -> Any:
     axes.set_ylim(0, 1)
     axes.set_xlabel("time to first token (s), open requests at their age")
     axes.set_ylabel("share of requests")
-    axes.set_title(title)
+    axes.set_title(plain(title))
     axes.grid(alpha=0.3, which="both")
     dashed = any(line.other_hardware for line in lines)
     axes.legend(fontsize=8, title="dashed: other hardware" if dashed else None)
@@ -181,7 +186,7 @@ def timeline_figure(columns: Sequence[TimelineColumn], title: str, column_inches
     for k, column in enumerate(columns):
         t, lines = column.lines["time_s"], column.lines
         top, queues, link, split, ttft = (grid[row][k] for row in range(5))
-        top.set_title(column.label, fontsize=10)
+        top.set_title(plain(column.label), fontsize=10)
         _draw_decision(top, t, lines)
         for q, (name, label) in enumerate(_QUEUES):
             queues.step(
@@ -209,7 +214,7 @@ def timeline_figure(columns: Sequence[TimelineColumn], title: str, column_inches
         handles, _ = grid[row][-1].get_legend_handles_labels()
         if handles:
             grid[row][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     figure.tight_layout()
     return figure
 

@@ -431,8 +431,8 @@ def _scenario(comparison: dict[str, Any], curves: dict[str, Any], s: int) -> dic
 
 def _charts(
     comparison: dict[str, Any], curves: dict[str, Any], s: int, rows: list[dict[str, Any]]
-) -> dict[str, dict[str, str]]:
-    """SVG text and alternative text by name; a chart without data is left out."""
+) -> dict[str, dict[str, str] | None]:
+    """SVG text and alternative text by name; None for a chart without data."""
     scenario = comparison["scenarios"][s]
     label, own = scenario["label"], set(_same_hardware(comparison))
     found = curves["scenarios"][label]
@@ -481,10 +481,10 @@ def _charts(
             f"Decision, waiting requests, link, node split and time to first token over time on {label}, seed "
             f"{curves['timeline_seed']}, side by side for {_list([c.label for c in columns], 8)}.",
         )
-    return {
-        name: {"svg": report_charts.inline_svg(make, f"{s}-{name}"), "alt": alt}
-        for name, (make, alt) in charts.items()
-    }
+    drawn: dict[str, dict[str, str] | None] = dict.fromkeys(("forest", "cdf", "stages", "timeline"))
+    for name, (make, alt) in charts.items():
+        drawn[name] = {"svg": report_charts.inline_svg(make, f"{s}-{name}"), "alt": alt}
+    return drawn
 
 
 def _number(value: float | None) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from prfaas_trainings.episodes import FloatArray
-from prfaas_trainings.plots import TimelineColumn, colour, pyplot, timeline_figure
+from prfaas_trainings.plots import TimelineColumn, colour, plain, pyplot, timeline_figure
 from prfaas_trainings.statistics import Interval
 
 #: Ink of axes and text; the page replaces it with its own text colour.
@@ -70,12 +70,12 @@ def forest_figure(labels: Sequence[str], intervals: Sequence[Interval], referenc
         if found.low is not None and found.high is not None:
             axes.plot([found.low, found.high], [k, k], color=colour(k), linewidth=2.2)
     axes.axvline(0.0, color=_INK, linewidth=0.8)
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [plain(label) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
     reach = [abs(v) for i in intervals for v in (i.mean, i.low, i.high) if v is not None and np.isfinite(v)]
     if reach and max(reach) > 20 * max(min(reach), 0.05):
         axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlabel(f"mean TTFT minus that of {reference} (s); left of 0 is better")
+    axes.set_xlabel(f"mean TTFT minus that of {plain(reference)} (s); left of 0 is better")
     axes.grid(alpha=0.25, axis="x")
     figure.tight_layout()
     return figure
@@ -88,7 +88,7 @@ def stages_figure(labels: Sequence[str], stages: Sequence[str], values: FloatArr
     for k, stage in enumerate(stages):
         axes.barh(range(len(labels)), values[:, k], left=left, height=0.62, color=colour(k), label=stage)
         left = left + np.nan_to_num(values[:, k])
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [plain(label) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel("mean seconds per request that got a first token")
     axes.grid(alpha=0.25, axis="x")
