@@ -217,8 +217,9 @@ class _Canvas:
     def queue(self, x: float, y: float, label: str, requests: float, work_s: float, oldest_s: float) -> None:
         """A labelled queue: figures above a bar on a log scale."""
         figure, share = _queue(requests, work_s)
-        oldest = f", head waits {oldest_s:,.0f} s" if oldest_s >= 0.5 else ""
-        self.write(x, y, f"{label}: {figure}{oldest}", _INK if requests else _SOFT, _SMALL)
+        oldest = f", oldest {oldest_s:,.0f} s" if oldest_s >= 0.5 else ""
+        words = f"{label}: {figure}{oldest}"
+        self.clipped(x, y, words, _SIDE_W - 2 * 12, _SMALL, _INK if requests else _SOFT)
         self.bar(x, y + 17, _SIDE_W - 2 * 12, 8, share, _RED)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import warnings
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.error import DependencyNotInstalled
@@ -48,6 +50,18 @@ def test_a_picture_has_one_size_and_is_the_same_for_the_same_reading(name: str) 
     assert not np.array_equal(empty, busy)
     assert np.array_equal(busy, env.render())
     assert np.array_equal(played(name, 15).render(), busy)
+
+
+@pytest.mark.parametrize("mode", ["rgb_array", "ansi", "human"])
+def test_gymnasiums_checker_accepts_every_mode(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gym.make("PrfaaS-v0", scenario="two_regions", engine="simpy", render_mode=mode)
+        env.reset(seed=1)
+        env.step(env.action_space.sample())
+        env.render()
+    env.close()
+    assert ("local 1" in capsys.readouterr().out) == (mode == "human")
 
 
 def test_more_sites_need_a_taller_picture() -> None:

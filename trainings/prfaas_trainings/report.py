@@ -327,12 +327,15 @@ def answer_of_run(run: dict[str, Any]) -> list[str]:
         else "nothing that was learned did better on the validation seeds than the policy it started from"
     )
     return [
-        f"The training ended after {run['steps']:,} decisions and {run['elapsed_s']:,.0f} s ({run['status']}); "
-        f"{verdict}.",
+        f"The training ended after {run['steps']:,} decisions{_lasted(run)} ({run['status']}); {verdict}.",
         f"Kept is the policy of step {best['steps']:,}, with a mean time to first token of {means}.",
         "The policy was chosen on these seeds, so the figures favour it; prfaas compare on test seeds says what it is "
         "worth.",
     ]
+
+
+def _lasted(run: dict[str, Any]) -> str:
+    return f" and {run['elapsed_s']:,.0f} s" if run.get("elapsed_s") is not None else ""
 
 
 # --------------------------------------------------------------------------------------------- sections

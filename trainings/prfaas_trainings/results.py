@@ -11,6 +11,7 @@ import numpy as np
 from prfaas_env.base import write_whole
 from prfaas_trainings.compare import Comparison
 from prfaas_trainings.episodes import TTFT_EDGES_S, FloatArray, nulls
+from prfaas_trainings.folders import check_folder, whole_folder
 
 #: Figures, intervals and verdicts.
 METRICS = "metrics.json"
@@ -64,3 +65,14 @@ def write_files(comparison: Comparison, timelines: Timelines, folder: Path) -> l
     for name, text in texts.items():
         write_whole(folder / name, text)
     return [*(folder / name for name in texts), *draw_all(comparison, timelines, folder)]
+
+
+def check_out(out: Path, force: bool) -> None:
+    """Refuse a folder that is in use (see `folders.check_folder`)."""
+    check_folder(out, METRICS, replace=force)
+
+
+def write_comparison(comparison: Comparison, timelines: Timelines, out: Path) -> None:
+    """Write a comparison that was run in one go to `out`, whole or not at all."""
+    with whole_folder(out, METRICS) as folder:
+        write_files(comparison, timelines, folder)
