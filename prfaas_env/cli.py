@@ -21,6 +21,7 @@ from prfaas_env.base import PrfaasError
 from prfaas_env.cli_bench import bench_command
 from prfaas_env.cli_plan import plan_command
 from prfaas_env.cli_simulate import simulate_command
+from prfaas_env.cli_watch import watch_command
 from prfaas_env.scenarios import load_scenario, scenario_names
 from prfaas_env.scenarios.loader import scenario_yaml
 from prfaas_env.telemetry import schema_rows
@@ -70,6 +71,7 @@ app.add_typer(scenario_app, name="scenario")
 app.add_typer(cli_trace.app, name="trace")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("watch")(watch_command)
 app.command("bench")(bench_command)
 
 

@@ -23,6 +23,7 @@ from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.records import Totals, prefix_info
 from prfaas_env.simulator.run import EpisodeRun
 from prfaas_env.simulator.world import World, draw_world, scenario_schema
+from prfaas_env.sites import link_pairs
 from prfaas_env.telemetry import Telemetry
 
 #: Episode seeds an unseeded reset may draw: the training range (validation and test seeds lie above it).
@@ -222,11 +223,12 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
             )
             return None
         telemetry = self.telemetry
+        pairs = link_pairs(self.scenario.deployment)
         if self.render_mode == "ansi":
-            return rendering.text(telemetry)
+            return rendering.text(telemetry, pairs)
         if self.render_mode == "rgb_array":
-            return rendering.picture(telemetry)
-        rendering.show(telemetry)
+            return rendering.picture(telemetry, pairs, self.scenario.name)
+        rendering.show(telemetry, pairs)
         return None
 
     # ------------------------------------------------------------------ beyond Gymnasium

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +28,17 @@ from prfaas_trainings import tables
 from prfaas_trainings.compare import (
     CSV_COLUMNS,
     DEFAULT_POLICIES,
+    PARTS,
+    CompareFolder,
+    ComparePlan,
     Comparison,
     PolicyFacts,
+    _ttft_by_row,
     compare,
+    prepare,
     replayed_slice,
     rows_of,
+    run_compare,
     run_timelines,
     timeline_rows,
 )
@@ -309,7 +321,10 @@ def test_command_writes_whole_results(tmp_path: Path, run: Callable[..., str]) -
     assert "never@homogeneous" in text
     names = sorted(p.name for p in out.iterdir())
     assert names == [
+        "compare.json",
+        "curves.json",
         "metrics.json",
+        "parts",
         "results.csv",
         "timeline_mooncake.png",
         "timeline_paper.png",
@@ -323,11 +338,217 @@ def test_command_writes_whole_results(tmp_path: Path, run: Callable[..., str]) -
     assert [row["deployment"] for row in content["rows"]] == ["homogeneous", "naive", None, None]
     with (out / "results.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * 4 * 2
-    with pytest.raises(PrfaasError, match="holds an earlier result"):
-        run(*arguments)
     first = (out / "results.csv").read_text()
     run(*arguments, "--force")
     assert (out / "results.csv").read_text() == first
+
+
+# ------------------------------------------------------------------------------------- going on with one
+
+
+class _Counting(EpisodeRunner):
+    """Counts the episodes it is given, and stops after some."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__(1)
+        self.asked = 0
+        self._stop_after = stop_after
+
+    def each(self, jobs: Any) -> Iterator[Any]:
+        for k, found in enumerate(super().each(jobs)):
+            if self._stop_after is not None and k >= self._stop_after:
+                raise KeyboardInterrupt
+            self.asked += 1
+            yield found
+
+
+def planned(**changes: Any) -> ComparePlan:
+    fields: dict[str, Any] = {"seeds": SEEDS, "split": "test", "engine": "simpy"}
+    return prepare(**{"scenarios": [SHORT, SLICE], "rows": ROWS[1:], **fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def kept(runner: EpisodeRunner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
+    """A comparison with its folder."""
+    out = tmp_path_factory.mktemp("compare") / "c"
+    return out, run_compare(planned(), runner, CompareFolder(out, planned()))
+
+
+def test_what_was_kept_is_what_was_run(kept: tuple[Path, Comparison], runner: EpisodeRunner) -> None:
+    out, found = kept
+    direct = run_compare(planned(), runner)
+    assert found.json_text() == direct.json_text()  # the intervals of the trace come from every request
+    assert found.csv_text() == direct.csv_text()
+    for key, outcomes in direct.outcomes.items():
+        for mine, theirs in zip(found.outcomes[key], outcomes, strict=True):
+            assert np.array_equal(mine.ttft_counts, theirs.ttft_counts)
+    assert len(list((out / PARTS).iterdir())) == 2 * len(SEEDS)
+
+
+def test_a_stopped_comparison_goes_on_to_the_same_result(
+    kept: tuple[Path, Comparison], tmp_path: Path
+) -> None:
+    reference, whole = kept
+    out = tmp_path / "c"
+    with pytest.raises(KeyboardInterrupt):
+        run_compare(planned(), _Counting(7), CompareFolder(out, planned()))
+    first = sorted((out / PARTS).iterdir())
+    assert [p.name for p in first] == [f"{SHORT.hash}-{seed}.json" for seed in SEEDS[:3]]  # 7 // 2 policies
+    stamps = [p.stat().st_mtime_ns for p in first]
+    rest = _Counting()
+    found = run_compare(planned(), rest, CompareFolder(out, planned()))
+    assert rest.asked == 2 * 2 * len(SEEDS) - 6
+    assert [p.stat().st_mtime_ns for p in first] == stamps
+    assert found.json_text() == whole.json_text()
+    for path in (reference / PARTS).iterdir():
+        assert (out / PARTS / path.name).read_text() == path.read_text()
+    again = _Counting()
+    swapped = planned(scenarios=[SLICE, SHORT], reference="learned")  # neither moves an outcome
+    run_compare(swapped, again, CompareFolder(out, swapped))
+    assert again.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"seeds": range(2_000_000, 2_000_006)}, r"seeds\.count: 5 there, 6 now"),
+        ({"engine": "compiled"}, 'engine: "simpy" there, "compiled" now'),
+        ({"rows": ROWS}, r"policies\.never: null there"),
+        ({"scenarios": [SHORT]}, r"scenarios\.mooncake: .* there, null now"),
+        (
+            {"scenarios": [load_scenario("paper", overrides=["measure.horizon_s=61"]), SLICE]},
+            r"scenarios\.paper\.scenario_hash: ",
+        ),
+    ],
+)
+def test_another_configuration_is_refused_by_field(
+    kept: tuple[Path, Comparison], changes: dict[str, Any], field: str
+) -> None:
+    out, _ = kept
+    before = sorted(p.name for p in out.rglob("*"))
+    with pytest.raises(PrfaasError, match=rf"holds a comparison of another configuration: {field}") as caught:
+        CompareFolder(out, planned(**changes))
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in out.rglob("*")) == before
+
+
+def test_broken_and_foreign_parts_are_named(kept: tuple[Path, Comparison], tmp_path: Path) -> None:
+    out, _ = kept
+    folder = CompareFolder(tmp_path / "c", planned())
+    mine = folder.file_of(folder.name(0, SEEDS[0]))
+    mine.write_text('{"outcomes": {}}')
+    with pytest.raises(PrfaasError, match=r"is not a finished part .*remove it to run it again"):
+        folder.read(0, SEEDS[0])
+    mine.write_text((out / PARTS / f"{SHORT.hash}-{SEEDS[1]}.json").read_text())
+    with pytest.raises(PrfaasError, match="is not the part scenario paper, seed 2000000"):
+        folder.read(0, SEEDS[0])
+
+
+class Fails(Learned):
+    """A policy with a fault of its own."""
+
+    learned = False
+    seen_seeds = ()
+    seen_slices = ()
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        raise ZeroDivisionError("no margin")
+
+
+def test_an_error_names_scenario_seed_and_policy(runner: EpisodeRunner) -> None:
+    with pytest.raises(
+        PrfaasError, match="scenario paper, seed 2000000, policy bad: ZeroDivisionError: no margin"
+    ):
+        compare([SHORT], [Row("bad", Fails)], seeds=SEEDS, split="test", runner=runner)
+
+
+_PROGRAM = """
+import sys
+import typer
+from prfaas_trainings import commands
+if __name__ == "__main__":
+    app = typer.Typer()
+    app.command("compare")(commands.compare)
+    app(sys.argv[1:])
+"""
+
+
+def test_a_signal_stops_it_and_the_printed_command_goes_on(tmp_path: Path, run: Callable[..., str]) -> None:
+    """Ctrl-C of a real run in two processes, then the rest: the same files as of a run in one go."""
+    program, out, whole = tmp_path / "program.py", tmp_path / "a folder", tmp_path / "whole"
+    program.write_text(_PROGRAM)
+    arguments = ["-p", "earliest_finish", "-p", "dual_timescale", "--seeds", "5", "--engine", "simpy"]
+    arguments += ["--set", "measure.horizon_s=600"]
+    command = [sys.executable, str(program), *arguments, "--jobs", "2", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("parts/*.json")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    kept = list(out.glob("parts/*"))
+    assert 1 <= len(kept) < 5
+    assert f"{len(kept)} of 5 parts are finished and kept" in stderr
+    line = next(text for text in stderr.splitlines() if text.startswith("go on with: "))
+    words = shlex.split(line.removeprefix("go on with: "))
+    assert words[:2] == ["prfaas", "compare"]
+    assert not (out / "metrics.json").exists()
+    run(*words[1:])
+    run("compare", *arguments, "--jobs", "1", "--out", str(whole))
+    for name in ("results.csv", "metrics.json", "curves.json"):
+        assert (out / name).read_text() == (whole / name).read_text()
+
+
+# -------------------------------------------------------------------------------------------- by hand
+
+
+def test_cost_by_hand() -> None:
+    made = _made({"a": [2.0] * 5})
+    figures = dict.fromkeys(FIGURE_NAMES, 0.0) | {
+        "ttft_mean_s": 2.0,
+        "egress_mean_bps": 5e9,  # 60 s: 300 Gbit, at 0.01 s each 3 s, over 30 requests 0.1 s
+        "conversions": 3.0,  # at 5 s each 15 s, over 30 requests 0.5 s
+        "rejected": 1.0,
+        "aborted": 1.0,  # two at 60 s, over 30 requests 4 s
+    }
+    counts = np.zeros(len(TTFT_EDGES_S) - 1, int)
+    counts[5] = 30
+    blank = made.outcomes[0, 0][0]
+    outcome = dataclasses.replace(blank, figures=figures, ttft_counts=counts)
+    cost = dataclasses.replace(made, outcomes={(0, 0): (outcome,) * 5}).cost(0, 0)
+    means = {name: found.mean for name, found in cost.items()}
+    assert means == pytest.approx(
+        {"ttft_s": 2.0, "egress_s": 0.1, "conversion_s": 0.5, "lost_s": 4.0, "total_s": 6.6}
+    )
+
+
+def test_who_a_report_is_about() -> None:
+    with_agent = _made({"rule": [1.0] * 5, "agent": [2.0] * 5, "other": [3.0] * 5})
+    assert with_agent.subjects == (1,)
+    assert [(r, k, v.word) for r, k, v in with_agent.duels(0)] == [
+        (1, 0, "loses to"),
+        (1, 2, "wins against"),
+    ]
+    rules = dataclasses.replace(
+        _made({"elsewhere": [1.0], "mine": [2.0]}),
+        rows=(Row("elsewhere", "never", "homogeneous"), Row("mine", "never")),
+    )
+    assert rules.subjects == (1,)
+
+
+def test_ttft_of_a_timeline_by_hand() -> None:
+    blank = _made({"a": [1.0]}).outcomes[0, 0][0]
+    outcome = dataclasses.replace(
+        blank,
+        timeline={"time_s": np.array([0.0, 1.0, 2.0])},
+        arrival_s=np.array([0.0, 0.9, 1.0, 2.5, 7.0]),
+        ttft_s=np.array([1.0, 3.0, 5.0, np.nan, 8.0]),
+    )
+    assert _ttft_by_row(outcome).tolist() == [2.0, 5.0, 8.0]
+    silent = dataclasses.replace(outcome, ttft_s=np.full(5, np.nan))
+    assert np.isnan(_ttft_by_row(silent)).all()
 
 
 def test_json_on_standard_output(run: Callable[..., str]) -> None:
@@ -350,6 +571,7 @@ def test_json_on_standard_output(run: Callable[..., str]) -> None:
         (["--split", "validation", "--first-seed", "2000000"], "is not a validation seed"),
         (["--engine", "magic"], "--engine is 'magic'; allowed"),
         (["--timeline", "never"], "--timeline needs --out"),
+        (["--report"], "--report needs --out"),
         (["-p", "nobody"], "unknown policy 'nobody'"),
         (["-s", "nowhere"], "unknown scenario 'nowhere'"),
         (["-p", "never@nowhere"], "unknown deployment 'nowhere'"),

@@ -24,9 +24,10 @@ from prfaas_env.policy import PolicyContext
 from prfaas_env.telemetry import Telemetry
 from prfaas_trainings.compare import compare
 from prfaas_trainings.episodes import FIGURE_NAMES, EpisodeRunner, parse_row
+from prfaas_trainings.parts import first_difference
 from prfaas_trainings.statistics import seed_interval
 from prfaas_trainings.study import Study, study_of_options
-from prfaas_trainings.sweep import CELLS, Plan, SweepFolder, SweepResult, first_difference, prepare, run_sweep
+from prfaas_trainings.sweep import CELLS, Plan, SweepFolder, SweepResult, prepare, run_sweep
 from prfaas_trainings.sweep_plots import spans_a_decade
 
 from .conftest import _APP

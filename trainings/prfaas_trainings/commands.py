@@ -1,4 +1,4 @@
-"""`prfaas train`, `export`, `compare`, `sweep` and `demo`. Heavy packages are loaded when a command runs."""
+"""`prfaas train`, `export`, `compare`, `report`, `sweep`, `demo`. Heavy packages are loaded when a command runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
 _LEARNING = ("torch", "stable_baselines3", "tensorboard")
 _DRAWING = ("matplotlib",)
 _EXPORTING = ("torch", "stable_baselines3", "sb3_contrib", "onnx")
+_REPORTING = ("matplotlib", "jinja2")
 
 
 def _need(packages: tuple[str, ...], what: str) -> None:
@@ -59,61 +60,94 @@ def compare(
         int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write results.csv, metrics.json and plots to this folder.")
+        Path | None,
+        typer.Option(
+            help="Folder for results.csv, metrics.json, curves.json and plots. Goes on with a comparison there."
+        ),
     ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write report.html to --out (see `prfaas report`).")
+    ] = False,
     timeline: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policy in the timeline plot; may be repeated. Default: learned, best rule, reference."
+            help="Policy in the timeline plot; may be repeated. Default: learned (or first), best rule, reference."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier comparison in --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start anew: remove the comparison in --out.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
 ) -> None:
     """Run policies on the same seeds: figures, paired differences with intervals, who loses to whom."""
     from prfaas_env.scenarios import load_scenario
     from prfaas_trainings import compare as comparing
-    from prfaas_trainings import results, tables
-    from prfaas_trainings.episodes import default_jobs, episode_runner
-    from prfaas_trainings.progress import progress_bar
+    from prfaas_trainings import compare_command
+    from prfaas_trainings.parts import command_line
     from prfaas_trainings.seeds import Split, seeds_of
 
     if engine not in ENGINES:
         raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
-    if out is None and timeline:
-        raise PrfaasError("--timeline needs --out")
+    for name, given in (("--timeline", timeline), ("--report", report)):
+        if out is None and given:
+            raise PrfaasError(f"{name} needs --out")
     chosen = seeds_of(split, first_seed, seeds)
     named: Split = split  # type: ignore[assignment]
     scenarios = [load_scenario(name, overrides=overrides or ()) for name in scenario or ["paper"]]
     rows = comparing.rows_of(policy or [], deployments)
     if out is not None:
         _need(_DRAWING, "--out with its plots")
-        results.check_out(out, force)
-    n_jobs = min(jobs or default_jobs(), len(scenarios) * len(rows) * len(chosen))
-    with episode_runner(n_jobs) as runner:
-        with progress_bar("episodes", len(scenarios) * len(rows) * len(chosen)) as advance:
-            comparison = comparing.compare(
-                scenarios,
-                rows,
-                seeds=chosen,
-                split=named,
-                runner=runner,
-                reference=reference,
-                engine=engine,
-                on_done=advance,
-            )
-        if out is not None:
-            picked = comparing.timeline_rows(comparison, timeline or ())
-            with progress_bar("timelines", len(scenarios) * len(picked)) as advance:
-                timelines = comparing.run_timelines(comparison, picked, runner, advance)
-            results.write_comparison(comparison, timelines, out)
-    if as_json:
-        typer.echo(comparison.json_text(), nl=False)
-    else:
-        console = tables.console_for_tables()
-        tables.show(comparison, console)
-        if out is not None:
-            console.print(f"written to {out}", highlight=False, markup=False)
+    if report:
+        _need(_REPORTING, "--report")
+    plan = comparing.prepare(scenarios, rows, seeds=chosen, split=named, reference=reference, engine=engine)
+    again = command_line(
+        "compare",
+        {
+            "--scenario": scenario,
+            "--policy": policy,
+            "--deployments": deployments,
+            "--set": overrides,
+            "--seeds": seeds,
+            "--first-seed": first_seed,
+            "--split": None if split == "test" else split,
+            "--reference": reference,
+            "--engine": None if engine == DEFAULT_ENGINE else engine,
+            "--jobs": jobs,
+            "--timeline": timeline,
+            "--report": report,
+            "--out": out,
+        },
+    )
+    compare_command.run(
+        plan,
+        out,
+        jobs=jobs,
+        timeline=timeline or (),
+        force=force,
+        report=report,
+        as_json=as_json,
+        again=again,
+    )
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a comparison, a demonstration or a training.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default report.html in the folder.")
+    ] = None,
+    reproduction_requests: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Requests simulated per column of the paper's table; 0 leaves the table out."
+        ),
+    ] = 20_000,
+) -> None:
+    """Write one HTML file that tells what a comparison or training found; it needs no network to be read."""
+    _need(_REPORTING, "report")
+    from prfaas_trainings.report import write_report
+
+    target = out if out is not None else folder / "report.html"
+    typer.echo(f"written: {write_report(folder, target, reproduction_requests)}")
 
 
 def sweep(
@@ -169,6 +203,7 @@ def sweep(
 ) -> None:
     """Vary one or two scenario fields, run policies on every cell, show and draw what comes out."""
     from prfaas_trainings import sweep_command
+    from prfaas_trainings.parts import command_line
 
     if engine not in ENGINES:
         raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
@@ -185,7 +220,8 @@ def sweep(
                 )
         chosen = sweep_command.from_study(study, seeds, reference, metric)
     folder = out if out is not None else Path("runs") / f"sweep-{chosen.name}"
-    again = sweep_command.command_line(
+    again = command_line(
+        "sweep",
         {
             "--study": study,
             "--scenario": scenario,
@@ -199,7 +235,7 @@ def sweep(
             "--engine": None if engine == DEFAULT_ENGINE else engine,
             "--jobs": jobs,
             "--out": folder,
-        }
+        },
     )
     sweep_command.run(
         chosen,

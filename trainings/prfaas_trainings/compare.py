@@ -37,6 +37,7 @@ from prfaas_trainings.episodes import (
     policy_hash,
     warm_up,
 )
+from prfaas_trainings.parts import Part, PartsFolder, run_parts
 from prfaas_trainings.seeds import Split, overlap
 from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval, block_interval, seed_interval
 
@@ -52,10 +53,14 @@ DEFAULT_POLICIES = (
 #: The paper's other two deployments, with their trivial policies.
 DEPLOYMENT_ROWS = DEFAULT_POLICIES[:2]
 #: What a learned policy does against a rule, in the order of the lines.
-_LOSES, _WINS, _OPEN, _EQUAL = "loses to", "wins against", "cannot be told from", "is the same as"
-_WORDS = (_LOSES, _WINS, _OPEN, _EQUAL)
+LOSES, _WINS, _OPEN, _EQUAL = "loses to", "wins against", "cannot be told from", "is the same as"
+WORDS = (LOSES, _WINS, _OPEN, _EQUAL)
 #: Most policies in the timeline plot.
 MAX_TIMELINES = 4
+#: The file that marks a folder as a comparison and says what is compared; its finished parts are beside it.
+MARKER = "compare.json"
+PARTS = "parts"
+FORMAT = 1
 
 HOW_AVERAGED = (
     "TTFT figures are means over seeds of each episode's figure; open requests count at their present age."
@@ -69,6 +74,22 @@ def versions(*packages: str) -> dict[str, str]:
         "python": platform.python_version(),
         "prfaas-env": __version__,
         **{name: metadata.version(name) for name in names},
+    }
+
+
+def what_runs(
+    rows: Sequence[Row], facts: Sequence[PolicyFacts], seeds: range, split: Split, engine: str
+) -> dict[str, Any]:
+    """What results depend on beside the scenarios, for the configuration of a result folder."""
+    extra = ["torch", "stable-baselines3"] if any(f.learned for f in facts) else []
+    return {
+        "policies": {
+            row.label: {"policy": row.spec, "deployment": row.deployment, "policy_hash": known.hash}
+            for row, known in zip(rows, facts, strict=True)
+        },
+        "seeds": {"split": split, "first": seeds.start, "count": len(seeds)},
+        "engine": engine,
+        "versions": versions(*extra),
     }
 
 
@@ -163,7 +184,7 @@ class Verdict:
         d = self.difference
         if d.mean == d.low == d.high == 0.0:
             return _EQUAL
-        return {1: _LOSES, -1: _WINS, 0: _OPEN}[d.sign]
+        return {1: LOSES, -1: _WINS, 0: _OPEN}[d.sign]
 
     @property
     def amount(self) -> str:
@@ -248,13 +269,63 @@ class Comparison:
             if not self.facts[k].learned and rule.deployment == row.deployment
         )
 
+    @property
+    def subjects(self) -> tuple[int, ...]:
+        """Rows that a report is about: the learned ones, else the first one on the scenario's own hardware."""
+        learned = tuple(r for r, facts in enumerate(self.facts) if facts.learned)
+        own = (r for r, row in enumerate(self.rows) if row.deployment is None)
+        return learned or (next(own, 0),)
+
+    def duels(self, scenario: int) -> list[tuple[int, int, Verdict]]:
+        """(subject, other row, verdict on mean TTFT) for every subject and every other row of a scenario."""
+        return [
+            (
+                r,
+                k,
+                Verdict(
+                    self.labels[scenario],
+                    self.rows[r].label,
+                    other.label,
+                    self.difference(scenario, r, k, "ttft_mean_s"),
+                ),
+            )
+            for r in self.subjects
+            for k, other in enumerate(self.rows)
+            if k != r
+        ]
+
+    def cost(self, scenario: int, row: int) -> dict[str, Interval]:
+        """What a request costs in seconds of waiting, by the prices of the scenario (its section `reward`).
+
+        Keys: `ttft_s`, `egress_s`, `conversion_s`, `lost_s` (rejected and aborted) and their sum `total_s`, each per
+        accepted request.
+        """
+        prices = self.scenarios[scenario].reward
+        measure = self.scenarios[scenario].measure
+        requests = np.array([float(o.ttft_counts.sum()) for o in self.outcomes[scenario, row]])
+        requests[requests == 0] = math.nan
+        gbit = self.values(scenario, row, "egress_mean_bps") * (measure.horizon_s - measure.warmup_s) / 1e9
+        lost = self.values(scenario, row, "rejected") + self.values(scenario, row, "aborted")
+        per_seed = {
+            "ttft_s": self.values(scenario, row, "ttft_mean_s"),
+            "egress_s": prices.egress_price_s_per_gbit * gbit / requests,
+            "conversion_s": prices.conversion_price_s * self.values(scenario, row, "conversions") / requests,
+            "lost_s": prices.reject_penalty_s * lost / requests,
+        }
+        per_seed["total_s"] = np.sum(list(per_seed.values()), axis=0)
+        trace = is_trace(self.scenarios[scenario])
+        return {
+            name: without_limits(values) if trace else seed_interval(values[np.isfinite(values)])
+            for name, values in per_seed.items()
+        }
+
     def lines(self) -> list[str]:
         """Plain lines: what each learned policy loses, wins, and leaves open on each scenario."""
         out = []
         pairs = dict.fromkeys((v.scenario, v.policy) for v in self.verdicts)
         for scenario, policy in pairs:
             mine = [v for v in self.verdicts if (v.scenario, v.policy) == (scenario, policy)]
-            for word in _WORDS:
+            for word in WORDS:
                 told = sorted((v for v in mine if v.word == word), key=lambda v: -v.difference.mean)
                 if told:
                     by = "" if word == _EQUAL else " by"
@@ -274,7 +345,7 @@ class Comparison:
     def summary(self) -> dict[str, Any]:
         """`metrics.json` as a mapping: every number finite or null."""
         extra = ["torch", "stable-baselines3"] if any(f.learned for f in self.facts) else []
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "label": row.label,
                 "policy": row.spec,
@@ -299,6 +370,7 @@ class Comparison:
             },
             "how_averaged": HOW_AVERAGED,
             "rows": rows,
+            "subjects": [self.rows[r].label for r in self.subjects],
             "scenarios": [self._scenario_summary(s) for s in range(len(self.scenarios))],
             "lines": self.lines(),
         }
@@ -312,19 +384,42 @@ class Comparison:
                 "difference_to_reference": {
                     name: interval_json(self.difference(s, r, self.reference, name)) for name in FIGURE_NAMES
                 },
+                "cost": {name: interval_json(found) for name, found in self.cost(s, r).items()},
                 "warnings": dict(self.warnings(s, r)),
             }
+        scenario = self.scenarios[s]
         notes = dict.fromkeys(n for r in range(len(self.rows)) for o in self.outcomes[s, r] for n in o.notes)
         return {
             "label": self.labels[s],
-            "hash": self.scenarios[s].hash,
-            "trace": is_trace(self.scenarios[s]),
+            "name": scenario.name,
+            "description": scenario.description,
+            "hash": scenario.hash,
+            "trace": is_trace(scenario),
+            "horizon_s": scenario.measure.horizon_s,
+            "warmup_s": scenario.measure.warmup_s,
+            "slo": scenario.slo.model_dump(mode="json"),
+            "prices": scenario.reward.model_dump(mode="json"),
+            "clusters": {
+                "prfaas": len(scenario.deployment.prfaas),
+                "pd": len(scenario.deployment.pd),
+                "links": len(scenario.deployment.links),
+            },
             "notes": list(notes),
             "results": results,
             "learned_minus_rule_ttft_mean_s": [
                 {"policy": v.policy, "rule": v.rule, **interval_json(v.difference)}
                 for v in self.verdicts
                 if v.scenario == self.labels[s]
+            ],
+            "subject_minus_other_ttft_mean_s": [
+                {
+                    "policy": v.policy,
+                    "other": v.rule,
+                    "same_hardware": self.rows[r].deployment == self.rows[k].deployment,
+                    "word": v.word,
+                    **interval_json(v.difference),
+                }
+                for r, k, v in self.duels(s)
             ],
         }
 
@@ -391,6 +486,194 @@ def _nan_last(values: FloatArray) -> float:
     return math.inf if math.isnan(mean) else mean
 
 
+@dataclass(frozen=True)
+class ComparePlan:
+    """A comparison ready to run: scenarios and policies checked, seeds chosen."""
+
+    scenarios: tuple[Scenario, ...]
+    labels: tuple[str, ...]
+    rows: tuple[Row, ...]
+    facts: tuple[PolicyFacts, ...]
+    seeds: range
+    split: Split
+    engine: str
+    reference: int
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(scenario, seed) of each part: all policies on one world."""
+        return tuple((s, seed) for s in range(len(self.scenarios)) for seed in self.seeds)
+
+    def configuration(self) -> dict[str, Any]:
+        """Everything that an outcome depends on, as it stands in `compare.json`."""
+        return {
+            "format": FORMAT,
+            **what_runs(self.rows, self.facts, self.seeds, self.split, self.engine),
+            "scenarios": {
+                label: {
+                    "scenario_hash": scenario.hash,
+                    "hash_by_policy": {
+                        row.label: row.scenario(scenario).hash for row in self.rows if row.deployment
+                    },
+                }
+                for label, scenario in zip(self.labels, self.scenarios, strict=True)
+            },
+        }
+
+    def part(self, s: int, seed: int) -> Part:
+        """Every policy on one seed of a scenario."""
+        scenario = self.scenarios[s]
+        return Part(
+            f"scenario {self.labels[s]}, seed {seed}",
+            tuple(
+                Job(row.scenario(scenario), row, seed, self.engine, per_request=is_trace(scenario))
+                for row in self.rows
+            ),
+            tuple(f"policy {row.label}" for row in self.rows),
+        )
+
+
+class CompareFolder(PartsFolder):
+    """A comparison's folder, new or to be gone on with.
+
+    Raises:
+        PrfaasError: the folder holds something else, or a comparison of another configuration (the field is named).
+    """
+
+    def __init__(self, out: Path, plan: ComparePlan, *, force: bool = False) -> None:
+        self._plan = plan
+        super().__init__(
+            out,
+            kind="comparison",
+            marker=MARKER,
+            parts=PARTS,
+            part="part",
+            configuration=plan.configuration(),
+            force=force,
+        )
+
+    def name(self, s: int, seed: int) -> str:
+        """Name of the part of a scenario and seed; it does not depend on the order of the scenarios."""
+        return f"{self._plan.scenarios[s].hash}-{seed}"
+
+    def done(self) -> list[tuple[int, int]]:
+        """Parts that are finished."""
+        return [part for part in self._plan.parts if self.has(self.name(*part))]
+
+    def write(self, s: int, seed: int, outcomes: Sequence[Outcome]) -> None:
+        """Keep a finished part: one outcome per policy."""
+        content = {
+            "scenario": self._plan.labels[s],
+            "scenario_hash": self._plan.scenarios[s].hash,
+            "seed": seed,
+            "outcomes": {
+                row.label: outcome.as_json() for row, outcome in zip(self._plan.rows, outcomes, strict=True)
+            },
+        }
+        self.write_part(self.name(s, seed), content)
+
+    def read(self, s: int, seed: int) -> list[Outcome]:
+        """One outcome per policy of a finished part.
+
+        Raises:
+            PrfaasError: the file is broken, or another part's.
+        """
+
+        def whole(content: Any) -> list[Outcome] | None:
+            outcomes = [Outcome.of_json(content["outcomes"][row.label]) for row in self._plan.rows]
+            mine = (content["scenario_hash"], content["seed"]) == (self._plan.scenarios[s].hash, seed)
+            return outcomes if mine else None
+
+        label = f"scenario {self._plan.labels[s]}, seed {seed}"
+        found: list[Outcome] = self.read_part(self.name(s, seed), label, whole)
+        return found
+
+
+def prepare(
+    scenarios: Sequence[Scenario],
+    rows: Sequence[Row],
+    *,
+    seeds: range,
+    split: Split,
+    reference: str | None = None,
+    engine: str = DEFAULT_ENGINE,
+) -> ComparePlan:
+    """Check a comparison before anything runs; arguments and errors are those of `compare`."""
+    if not len(seeds):
+        raise PrfaasError("--seeds must be 1 or more")
+    names = [row.label for row in rows]
+    if reference is not None and reference not in names:
+        raise PrfaasError(f"--reference {reference!r} is not among the policies: {', '.join(names)}")
+    labels = labels_of(scenarios)
+    facts = tuple(facts_of(row, scenarios) for row in rows)
+    if split == "test":
+        for row, known in zip(rows, facts, strict=True):
+            check_unseen(row, known, scenarios, seeds)
+    return ComparePlan(
+        scenarios=tuple(scenarios),
+        labels=labels,
+        rows=tuple(rows),
+        facts=facts,
+        seeds=seeds,
+        split=split,
+        engine=engine,
+        reference=0 if reference is None else names.index(reference),
+    )
+
+
+def run_compare(
+    plan: ComparePlan,
+    runner: EpisodeRunner,
+    folder: CompareFolder | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> Comparison:
+    """Run what is missing of a comparison and give all of it.
+
+    Args:
+        plan: what to run.
+        runner: processes to run in.
+        folder: where finished parts are kept; without one nothing is written.
+        on_done: called after each episode that is run.
+
+    Raises:
+        PrfaasError: an episode failed, policies met different arrivals, a part's file is broken.
+    """
+    there = folder.done() if folder is not None else []
+    missing = [part for part in plan.parts if part not in set(there)]
+    found: dict[tuple[int, int], list[Outcome]] = {}
+
+    def finish(p: int, outcomes: list[Outcome]) -> None:
+        s, seed = missing[p]
+        if len({outcome.arrivals_hash for outcome in outcomes}) > 1:
+            raise PrfaasError(f"scenario {plan.labels[s]}, seed {seed}: the policies met different arrivals")
+        if folder is None:
+            found[s, seed] = outcomes
+        else:
+            folder.write(s, seed, outcomes)
+
+    if missing:
+        warm_up(plan.scenarios[missing[0][0]], plan.engine)
+        tell = None if on_done is None else lambda p: on_done()
+        run_parts([plan.part(s, seed) for s, seed in missing], runner, finish, tell)
+    if folder is not None:
+        found = {(s, seed): folder.read(s, seed) for s, seed in plan.parts}
+    return Comparison(
+        scenarios=plan.scenarios,
+        labels=plan.labels,
+        rows=plan.rows,
+        facts=plan.facts,
+        seeds=plan.seeds,
+        split=plan.split,
+        engine=plan.engine,
+        reference=plan.reference,
+        outcomes={
+            (s, r): tuple(found[s, seed][r] for seed in plan.seeds)
+            for s in range(len(plan.scenarios))
+            for r in range(len(plan.rows))
+        },
+    )
+
+
 def compare(
     scenarios: Sequence[Scenario],
     rows: Sequence[Row],
@@ -418,52 +701,12 @@ def compare(
         PrfaasError: an unknown reference, seeds or trace seconds that a policy has seen, a policy that does not
             fit a scenario.
     """
-    if not len(seeds):
-        raise PrfaasError("--seeds must be 1 or more")
-    names = [row.label for row in rows]
-    if reference is not None and reference not in names:
-        raise PrfaasError(f"--reference {reference!r} is not among the policies: {', '.join(names)}")
-    labels = labels_of(scenarios)
-    facts = tuple(facts_of(row, scenarios) for row in rows)
-    if split == "test":
-        for row, known in zip(rows, facts, strict=True):
-            check_unseen(row, known, scenarios, seeds)
-    warm_up(scenarios[0], engine)
-    keys, jobs = [], []
-    for s, scenario in enumerate(scenarios):
-        placed = [row.scenario(scenario) for row in rows]
-        for seed in seeds:
-            for r, row in enumerate(rows):
-                keys.append((s, r))
-                jobs.append(Job(placed[r], row, seed, engine, per_request=is_trace(scenario)))
-    grouped: dict[tuple[int, int], list[Outcome]] = {}
-    for key, outcome in zip(keys, runner.run(jobs, on_done), strict=True):
-        grouped.setdefault(key, []).append(outcome)
-    _check_paired(labels, seeds, grouped)
-    return Comparison(
-        scenarios=tuple(scenarios),
-        labels=labels,
-        rows=tuple(rows),
-        facts=facts,
-        seeds=seeds,
-        split=split,
-        engine=engine,
-        reference=0 if reference is None else names.index(reference),
-        outcomes={key: tuple(found) for key, found in grouped.items()},
-    )
-
-
-def _check_paired(labels: Sequence[str], seeds: range, grouped: dict[tuple[int, int], list[Outcome]]) -> None:
-    """Every policy must have met the same arrivals."""
-    for s, label in enumerate(labels):
-        for k, seed in enumerate(seeds):
-            hashes = {found[k].arrivals_hash for (scenario, _), found in grouped.items() if scenario == s}
-            if len(hashes) > 1:
-                raise PrfaasError(f"scenario {label}, seed {seed}: the policies met different arrivals")
+    plan = prepare(scenarios, rows, seeds=seeds, split=split, reference=reference, engine=engine)
+    return run_compare(plan, runner, on_done=on_done)
 
 
 def timeline_rows(comparison: Comparison, asked: Sequence[str]) -> list[int]:
-    """Rows for the timeline: those asked for, else the learned ones, the best rules and the reference."""
+    """Rows for the timeline: those asked for, else the subjects, the best rules and the reference."""
     names = [row.label for row in comparison.rows]
     for name in asked:
         if name not in names:
@@ -472,11 +715,16 @@ def timeline_rows(comparison: Comparison, asked: Sequence[str]) -> list[int]:
         return [names.index(name) for name in dict.fromkeys(asked)]
     best = [comparison.best_rule(s) for s in range(len(comparison.scenarios))]
     wanted = [
-        *(k for k, facts in enumerate(comparison.facts) if facts.learned),
+        *comparison.subjects,
         *(k for k in best if k is not None),
         comparison.reference,
     ]
     return list(dict.fromkeys(wanted))[:MAX_TIMELINES]
+
+
+#: Of a timeline beside the columns of `prfaas_env.simulator.run.TIMELINE`: mean TTFT of the requests that arrived
+#: from this row's time to the next one's, NaN where none did.
+TIMELINE_TTFT = "ttft_s"
 
 
 def run_timelines(
@@ -485,7 +733,7 @@ def run_timelines(
     runner: EpisodeRunner,
     on_done: Callable[[], None] | None = None,
 ) -> dict[tuple[int, int], dict[str, FloatArray]]:
-    """Timelines of the first seed: (scenario, row) to the columns of `prfaas_env.simulator.run.TIMELINE`."""
+    """Timelines of the first seed: (scenario, row) to the columns of `TIMELINE` and `TIMELINE_TTFT`."""
     keys = [(s, r) for s in range(len(comparison.scenarios)) for r in rows]
     seed = comparison.seeds[0]
     jobs = [
@@ -494,6 +742,7 @@ def run_timelines(
             comparison.rows[r],
             seed,
             comparison.engine,
+            per_request=True,
             timeline=True,
         )
         for s, r in keys
@@ -501,5 +750,17 @@ def run_timelines(
     out = {}
     for key, outcome in zip(keys, runner.run(jobs, on_done), strict=True):
         assert outcome.timeline is not None
-        out[key] = outcome.timeline
+        out[key] = {**outcome.timeline, TIMELINE_TTFT: _ttft_by_row(outcome)}
     return out
+
+
+def _ttft_by_row(outcome: Outcome) -> FloatArray:
+    assert outcome.timeline is not None
+    assert outcome.arrival_s is not None
+    assert outcome.ttft_s is not None
+    time_s = outcome.timeline["time_s"]
+    there = ~np.isnan(outcome.ttft_s)
+    row = np.searchsorted(time_s, outcome.arrival_s[there], side="right") - 1
+    sums = np.bincount(row, weights=outcome.ttft_s[there], minlength=len(time_s))
+    counts = np.bincount(row, minlength=len(time_s))
+    return np.divide(sums, counts, out=np.full(len(time_s), math.nan), where=counts > 0)

@@ -68,7 +68,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure("arrived", ("requests", "arrived"), "arrived", 0),
     Figure("aborted", ("requests", "aborted"), "abor-\nted", 1),
     Figure("link_use", ("utilisation", "link"), "link\nuse %", 1, 100.0),
+    Figure("queue_wait_s", ("queue_wait_s",), "queue\ns", 3),
+    Figure("prefill_s", ("prefill_s",), "prefill\ns", 3),
+    Figure("transfer_s", ("transfer_s",), "trans-\nfer s", 3),
+    Figure("decode_wait_s", ("decode_wait_s",), "decode\nwait s", 3),
+    Figure("first_step_s", ("first_step_s",), "first\nstep s", 3),
 )
+#: The stages of TTFT in order; over requests that got a first token their means add up to its mean.
+STAGES = ("queue_wait_s", "prefill_s", "transfer_s", "decode_wait_s", "first_step_s")
 FIGURE_NAMES = tuple(f.name for f in FIGURES)
 
 
@@ -176,6 +183,53 @@ class Outcome:
     arrival_s: FloatArray | None
     ttft_s: FloatArray | None
     timeline: dict[str, FloatArray] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as a mapping for JSON: every number finite or null; `of_json` gives the same outcome back."""
+        filled = np.flatnonzero(self.ttft_counts)
+        return {
+            "figures": self.figures,
+            "arrivals_hash": self.arrivals_hash,
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+            "ttft_bins": filled.tolist(),
+            "ttft_counts": self.ttft_counts[filled].tolist(),
+            "arrival_s": None if self.arrival_s is None else nulls(self.arrival_s),
+            "ttft_s": None if self.ttft_s is None else nulls(self.ttft_s),
+            "timeline": None if self.timeline is None else {k: nulls(v) for k, v in self.timeline.items()},
+        }
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Outcome:
+        """The outcome of `as_json`."""
+        figures = {name: content["figures"][name] for name in FIGURE_NAMES}
+        counts = np.zeros(len(TTFT_EDGES_S) - 1, dtype=np.int64)
+        counts[content["ttft_bins"]] = content["ttft_counts"]
+        lines = content["timeline"]
+        return cls(
+            figures=figures,
+            arrivals_hash=content["arrivals_hash"],
+            warnings=tuple(content["warnings"]),
+            notes=tuple(content["notes"]),
+            ttft_counts=counts,
+            arrival_s=_numbers(content["arrival_s"]),
+            ttft_s=_numbers(content["ttft_s"]),
+            timeline=None if lines is None else {k: not_null(v) for k, v in lines.items()},
+        )
+
+
+def nulls(values: FloatArray) -> list[float | None]:
+    """Numbers for JSON, null for what is not finite."""
+    return [v if math.isfinite(v) else None for v in values.tolist()]
+
+
+def not_null(values: Sequence[float | None]) -> FloatArray:
+    """The reverse of `nulls`: NaN for null."""
+    return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
+
+
+def _numbers(values: Sequence[float | None] | None) -> FloatArray | None:
+    return None if values is None else not_null(values)
 
 
 def arrivals_hash(world: World) -> str:

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from prfaas_trainings.compare import (
     facts_of,
     interval_json,
     rows_of,
-    versions,
+    what_runs,
     without_limits,
 )
 from prfaas_trainings.episodes import (
@@ -40,7 +39,7 @@ from prfaas_trainings.episodes import (
     is_trace,
     warm_up,
 )
-from prfaas_trainings.folders import check_folder
+from prfaas_trainings.parts import Part, PartsFolder, run_parts
 from prfaas_trainings.seeds import Split
 from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval, seed_interval
 from prfaas_trainings.study import Cell, Study
@@ -48,7 +47,7 @@ from prfaas_trainings.study import Cell, Study
 #: The file that marks a folder as a sweep and says what is swept.
 MARKER = "sweep.json"
 CELLS = "cells"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -80,18 +79,11 @@ class Plan:
 
     def configuration(self) -> dict[str, Any]:
         """Everything that a result depends on, as it stands in `sweep.json`."""
-        extra = ["torch", "stable-baselines3"] if any(f.learned for f in self.facts) else []
         study = self.study
         return {
             "format": FORMAT,
             "study": {"name": study.name, "scenario": study.scenario, "axes": list(study.axes)},
-            "policies": {
-                row.label: {"policy": row.spec, "deployment": row.deployment, "policy_hash": facts.hash}
-                for row, facts in zip(self.rows, self.facts, strict=True)
-            },
-            "seeds": {"split": self.split, "first": self.seeds.start, "count": len(self.seeds)},
-            "engine": self.engine,
-            "versions": versions(*extra),
+            **what_runs(self.rows, self.facts, self.seeds, self.split, self.engine),
             "cells": [
                 {
                     "cell": cell.label,
@@ -136,30 +128,7 @@ def prepare(study: Study, *, seeds: range, split: Split, engine: str) -> Plan:
 # ------------------------------------------------------------------------------------------ the folder
 
 
-def first_difference(wanted: Any, found: Any, path: str = "") -> str | None:
-    """Where two configurations differ first, as `field: found ..., now ...`; None if they are equal."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for key in (*wanted, *(k for k in found if k not in wanted)):
-            where = f"{path}.{key}" if path else str(key)
-            if key not in found or key not in wanted:
-                return f"{where}: {_short(found.get(key))} there, {_short(wanted.get(key))} now"
-            inner = first_difference(wanted[key], found[key], where)
-            if inner is not None:
-                return inner
-        return None
-    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
-        pairs = enumerate(zip(wanted, found, strict=True))
-        inside = (first_difference(a, b, f"{path}.{k}") for k, (a, b) in pairs)
-        return next((d for d in inside if d is not None), None)
-    return None if wanted == found else f"{path}: {_short(found)} there, {_short(wanted)} now"
-
-
-def _short(value: Any) -> str:
-    text = f"{len(value)} entries" if isinstance(value, list) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-class SweepFolder:
+class SweepFolder(PartsFolder):
     """A sweep folder, new or to be gone on with.
 
     Args:
@@ -172,40 +141,24 @@ class SweepFolder:
     """
 
     def __init__(self, out: Path, plan: Plan, *, force: bool = False) -> None:
-        self.out = out
         self._plan = plan
-        wanted = json.loads(json.dumps(plan.configuration()))
-        check_folder(out, MARKER, replace=True)
-        try:
-            if force and out.exists():
-                shutil.rmtree(out)
-            if (out / MARKER).exists():
-                self._check(wanted)
-            (out / CELLS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PrfaasError(f"--out {out}: cannot be written: {error.strerror or error}") from None
-        write_whole(out / MARKER, json.dumps(wanted, indent=2) + "\n")
-
-    def _check(self, wanted: dict[str, Any]) -> None:
-        file = self.out / MARKER
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PrfaasError(f"{file}: cannot be read: {error}; --force starts anew") from None
-        difference = first_difference(wanted, found)
-        if difference is not None:
-            raise PrfaasError(
-                f"--out {self.out}: holds a sweep of another configuration: {difference}; "
-                "give another folder (--force replaces it)"
-            )
+        super().__init__(
+            out,
+            kind="sweep",
+            marker=MARKER,
+            parts=CELLS,
+            part="cell",
+            configuration=plan.configuration(),
+            force=force,
+        )
 
     def file(self, cell: Cell) -> Path:
         """The file of a finished cell."""
-        return self.out / CELLS / f"{cell.index:04d}.json"
+        return self.file_of(_part_name(cell))
 
     def done(self) -> list[Cell]:
         """Cells that are finished."""
-        return [cell for cell in self._plan.cells if self.file(cell).is_file()]
+        return [cell for cell in self._plan.cells if self.has(_part_name(cell))]
 
     def write(self, cell: Cell, outcomes: Sequence[Sequence[Outcome]]) -> None:
         """Keep a finished cell, whole: `outcomes[row][seed]`."""
@@ -225,7 +178,7 @@ class SweepFolder:
                 for label, found in zip(self._plan.labels, outcomes, strict=True)
             },
         }
-        write_whole(self.file(cell), json.dumps(content, allow_nan=False) + "\n")
+        self.write_part(_part_name(cell), content)
 
     def read(self, cell: Cell) -> dict[str, list[dict[str, Any]]]:
         """Policy label to one entry per seed of a finished cell.
@@ -233,22 +186,22 @@ class SweepFolder:
         Raises:
             PrfaasError: the file is broken.
         """
-        file = self.file(cell)
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+
+        def whole(content: Any) -> dict[str, list[dict[str, Any]]] | None:
             outcomes: dict[str, list[dict[str, Any]]] = content["outcomes"]
-            whole = content["scenario_hash"] == cell.scenario.hash and all(
+            mine = content["scenario_hash"] == cell.scenario.hash and all(
                 [entry["seed"] for entry in outcomes[label]] == list(self._plan.seeds)
                 and all(entry["figures"].keys() >= set(FIGURE_NAMES) for entry in outcomes[label])
                 for label in self._plan.labels
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PrfaasError(
-                f"{file}: is not a finished cell ({error}); remove it to run it again"
-            ) from None
-        if not whole:
-            raise PrfaasError(f"{file}: is not the cell {cell.label}; remove it to run it again")
-        return outcomes
+            return outcomes if mine else None
+
+        found: dict[str, list[dict[str, Any]]] = self.read_part(_part_name(cell), cell.label, whole)
+        return found
+
+
+def _part_name(cell: Cell) -> str:
+    return f"{cell.index:04d}"
 
 
 # ---------------------------------------------------------------------------------------------- running
@@ -276,36 +229,29 @@ def run_sweep(
     if not missing:
         return
     warm_up(missing[0].scenario, plan.engine)
-    keys: list[tuple[Cell, int, int]] = []
-    jobs: list[Job] = []
-    for cell in missing:
-        placed = [row.scenario(cell.scenario) for row in plan.rows]
+    n = len(plan.rows)
+
+    def finish(p: int, found: list[Outcome]) -> None:
         for s, seed in enumerate(plan.seeds):
-            for r, row in enumerate(plan.rows):
-                keys.append((cell, r, s))
-                jobs.append(Job(placed[r], row, seed, plan.engine))
-    found: dict[int, dict[tuple[int, int], Outcome]] = {cell.index: {} for cell in missing}
-    for k, outcome in runner.each(jobs):
-        cell, r, s = keys[k]
-        if isinstance(outcome, Exception):
-            what = (
-                str(outcome) if isinstance(outcome, PrfaasError) else f"{type(outcome).__name__}: {outcome}"
-            )
-            raise PrfaasError(
-                f"cell {cell.label}, policy {plan.labels[r]}, seed {plan.seeds[s]}: {what}"
-            ) from outcome
-        found[cell.index][r, s] = outcome
-        if len(found[cell.index]) == plan.episodes_per_cell:
-            _finish(plan, folder, cell, found.pop(cell.index))
-        if on_done is not None:
-            on_done(cell)
+            if len({outcome.arrivals_hash for outcome in found[s * n : (s + 1) * n]}) > 1:
+                raise PrfaasError(
+                    f"cell {missing[p].label}, seed {seed}: the policies met different arrivals"
+                )
+        folder.write(missing[p], [found[r::n] for r in range(n)])
+
+    tell = None if on_done is None else lambda p: on_done(missing[p])
+    run_parts([_part(plan, cell) for cell in missing], runner, finish, tell)
 
 
-def _finish(plan: Plan, folder: SweepFolder, cell: Cell, found: dict[tuple[int, int], Outcome]) -> None:
-    for s, seed in enumerate(plan.seeds):
-        if len({found[r, s].arrivals_hash for r in range(len(plan.rows))}) > 1:
-            raise PrfaasError(f"cell {cell.label}, seed {seed}: the policies met different arrivals")
-    folder.write(cell, [[found[r, s] for s in range(len(plan.seeds))] for r in range(len(plan.rows))])
+def _part(plan: Plan, cell: Cell) -> Part:
+    """Every policy on every seed of a cell, seed by seed."""
+    placed = [row.scenario(cell.scenario) for row in plan.rows]
+    pairs = [(seed, r) for seed in plan.seeds for r in range(len(plan.rows))]
+    return Part(
+        f"cell {cell.label}",
+        tuple(Job(placed[r], plan.rows[r], seed, plan.engine) for seed, r in pairs),
+        tuple(f"policy {plan.labels[r]}, seed {seed}" for seed, r in pairs),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- results

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from prfaas_env.base import first_error
 from prfaas_trainings import tables
 from prfaas_trainings.episodes import default_jobs, episode_runner
+from prfaas_trainings.parts import INTERRUPTED
 from prfaas_trainings.progress import ProgressReport
 from prfaas_trainings.seeds import Split, seeds_of
 from prfaas_trainings.study import Cell, Study, load_study, study_of_options
@@ -20,8 +20,6 @@ from prfaas_trainings.sweep import Plan, SweepFolder, SweepResult, prepare, run_
 
 #: What a sweep compares when no policy is named.
 DEFAULT_POLICIES = ("static", "earliest_finish")
-#: Exit code after Ctrl-C, as of a shell.
-INTERRUPTED = 130
 
 
 def from_options(
@@ -45,16 +43,6 @@ def from_study(spec: str, seeds: int | None, reference: str | None, metrics: Seq
         return Study.model_validate({**study.model_dump(), **_changes(seeds, reference, metrics)})
     except ValidationError as error:
         raise first_error(error, f"study {spec}") from None
-
-
-def command_line(options: Mapping[str, Any]) -> str:
-    """`prfaas sweep` with the given options, ready for a shell: None is left out, a list repeats its option."""
-    words = ["prfaas", "sweep"]
-    for name, value in options.items():
-        values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        for each in values:
-            words += [name, str(each)]
-    return shlex.join(words)
 
 
 def _changes(seeds: int | None, reference: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:

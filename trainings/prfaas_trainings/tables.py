@@ -13,8 +13,8 @@ from prfaas_trainings.statistics import Interval
 from prfaas_trainings.sweep import SweepResult
 
 #: Figures of the table in order (the difference column follows the first); the rest are in the files.
-_LATENCY = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s")
-_SERVICE = (
+LATENCY = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s")
+SERVICE = (
     "goodput_rps",
     "throughput_rps",
     "egress_mean_bps",
@@ -22,11 +22,12 @@ _SERVICE = (
     "conversions",
     "invalid_moves",
     "rejected",
+    "aborted",
     "open_at_end",
 )
 _BY_NAME = {figure.name: figure for figure in FIGURES}
 #: Columns of text that the one-table form needs.
-ONE_TABLE_WIDTH = 160
+ONE_TABLE_WIDTH = 168
 #: Width where the output is not a terminal.
 FILE_WIDTH = 180
 
@@ -41,9 +42,9 @@ def show(comparison: Comparison, console: Console) -> None:
     """Print one table per scenario (two where the terminal is narrow), then the plain lines."""
     for s in range(len(comparison.scenarios)):
         parts = (
-            [(_LATENCY + _SERVICE, True)]
+            [(LATENCY + SERVICE, True)]
             if console.width >= ONE_TABLE_WIDTH
-            else [(_LATENCY, True), (_SERVICE, False)]
+            else [(LATENCY, True), (SERVICE, False)]
         )
         console.print(f"[bold]{escape(_title(comparison, s))}[/bold]", soft_wrap=True, highlight=False)
         for names, with_difference in parts:
@@ -120,11 +121,13 @@ def show_sweep(result: SweepResult, console: Console) -> None:
         for c, r in keys:
             cell = plan.cells[c]
             mark = "* " if set(result.warnings(c, r)) - common else ""
-            difference = "" if r == plan.reference else _interval(result.difference(c, r, name), figure, "+")
+            difference = (
+                "" if r == plan.reference else interval_text(result.difference(c, r, name), figure, "+")
+            )
             table.add_row(
                 *(escape(text) if r == 0 else "" for text in cell.texts),
                 mark + escape(plan.labels[r]),
-                escape(_interval(result.own(c, r, name), figure, "")),
+                escape(interval_text(result.own(c, r, name), figure, "")),
                 escape(difference),
                 end_section=r == len(plan.rows) - 1,
             )
@@ -150,7 +153,7 @@ def _sweep_title(result: SweepResult) -> str:
     return f"{plan.study.name} ({plan.study.scenario}): {varied}, {len(plan.cells)} cells, {seeds}"
 
 
-def _interval(interval: Interval, figure: Figure, sign: str) -> str:
+def interval_text(interval: Interval, figure: Figure, sign: str) -> str:
     """Mean and limits of a figure in the units of the table."""
     if interval.mean != interval.mean:
         return "-"
