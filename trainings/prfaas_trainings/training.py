@@ -196,10 +196,10 @@ class Run:
         self._start_s = time.monotonic()
         self._leg = 0 if start is None else start.progress.leg + 1
         self.model: BaseAlgorithm = make_learner(envs.vec_env, self.codec, config.settings, config.seed)
-        first_step = 0 if start is None else start.progress.steps
-        self.model.set_logger(
-            tensorboard_logger(out / "tensorboard", None if start is None else first_step + 1)
-        )
+        board = _Board(out / "tensorboard", None if start is None else start.progress.steps + 1)
+        self.model.set_logger(Logger(str(out), [board]))
+        #: For what is written at a moment of our own, whatever the learner has recorded and not written yet.
+        self.notes = Logger(str(out), [board])
         if start is None:
             fit_scaling(self.model, config.settings.scaling_steps)
             self._saved_updates = -1
@@ -268,8 +268,7 @@ class Run:
         self.validations.append(validated)
         write_json(self.out / VALIDATIONS, [v.as_json() for v in self.validations])
         self.keep_best()
-        # At this step, so that nothing after it is lost with a run that is killed.
-        self.model.logger.dump(self.model.num_timesteps)
+        self.notes.dump(validated.steps)
         return validated
 
     def keep_best(self) -> None:
@@ -303,7 +302,7 @@ class Run:
             w * _ratio(ttft[label], first[label]) for w, label in zip(weights, self._labels, strict=True)
         ]
         score = sum(ratios) / sum(weights)
-        logger = self.model.logger
+        logger = self.notes
         logger.record(f"{PREFIX}_validation/score", score)
         for label, value in ttft.items():
             if value is None:
@@ -314,6 +313,11 @@ class Run:
         return Validated(int(self.model.num_timesteps), score, ttft, folder)
 
     # ------------------------------------------------------------------ learning
+
+    def write_update(self) -> None:
+        """Write what an on-policy update has recorded, at the step of the update; others write by steps."""
+        if not isinstance(self.model, OffPolicyAlgorithm):
+            self.model.logger.dump(self.model.num_timesteps)
 
     def learn(self, schedule: ScheduleCallback) -> None:
         """All stages that are not done, until the schedule ends them."""
@@ -367,17 +371,11 @@ def timeline_picture(found: Comparison, runner: EpisodeRunner) -> Image:
 
 
 class _Board(TensorBoardOutputFormat):
-    """TensorBoard's format, which drops what a killed run had written from `purge_step` on."""
+    """TensorBoard's format; what a killed run had written from step `purge_step` on no longer counts."""
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         self.writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
         self._is_closed = False
-
-
-def tensorboard_logger(folder: Path, purge_step: int | None) -> Logger:
-    """A logger into a TensorBoard folder; steps from `purge_step` on that are there already no longer count."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return Logger(folder=str(folder), output_formats=[_Board(folder, purge_step)])
 
 
 def save_policy_copy(source: Path, target: Path, validation: dict[str, Any]) -> None:
@@ -423,6 +421,7 @@ class ScheduleCallback(BaseCallback):
             self._rollout_s = now_s - self._rollout_start_s  # the last rollout with its update
         self._rollout_start_s = now_s
         set_progress(self._run.model, self._done(self.num_timesteps))
+        self._run.write_update()
         if self.num_timesteps >= self._next_checkpoint:
             self._checkpoint()
             self._rollout_start_s = time.monotonic()
@@ -695,7 +694,8 @@ def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
         ("seeds", json.dumps(facts["seeds"], indent=2)),
         ("scenarios", json.dumps(facts["scenarios"], indent=2)),
     ):
-        model.logger.record(f"run/{name}", f"```\n{text}\n```")
+        run.notes.record(f"run/{name}", f"```\n{text}\n```")
+    run.notes.dump(model.num_timesteps)
     if model.num_timesteps == 0 and not run.validations and not step_folder(run.out, 0).is_dir():
         run.report.say(f"first policy (no change): {describe(run.checkpoint())}")
     elif not any(v.steps == model.num_timesteps for v in run.validations):
@@ -706,16 +706,15 @@ def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
     else:
         run.report.say(f"going on at step {model.num_timesteps:,}")
         run.keep_best()
-        model.logger.dump(model.num_timesteps)
     schedule = ScheduleCallback(run, sign)
     if sign.is_set:
         schedule.end(BY_CTRL_C)
     else:
         run.learn(schedule)
+    run.write_update()
     if run.changed:
         last = run.checkpoint()
         run.report.say(f"last policy, step {last.steps:,}: {describe(last)}")
-    model.logger.dump(model.num_timesteps)
     model.logger.close()
     return schedule
 
