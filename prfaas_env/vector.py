@@ -7,7 +7,7 @@ scalar env plays with the same seed and actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -359,6 +359,23 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         for e, seed in enumerate(self._seed_list(seeds)):
             if seed is not None:
                 self._randoms[e], _ = seeding.np_random(seed)
+
+    def draw_state(self, e: int) -> dict[str, Any]:
+        """State of the generator that env e draws episode seeds from; plain numbers and texts.
+
+        Raises:
+            ResetNeeded: before the first reset.
+        """
+        random = self._randoms[e]
+        if random is None:
+            raise gym.error.ResetNeeded("call reset() first")
+        return dict(random.bit_generator.state)
+
+    def set_draw_state(self, e: int, state: Mapping[str, Any]) -> None:
+        """Put back what `draw_state` gave: env e goes on drawing from there at its next reset."""
+        random, _ = seeding.np_random(0)
+        random.bit_generator.state = dict(state)
+        self._randoms[e] = random
 
     @property
     def telemetry_values(self) -> FloatArray:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import zipfile
 from pathlib import Path
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
-from stable_baselines3.common.policies import ActorCriticPolicy
+from numpy.typing import NDArray
+from stable_baselines3.common.policies import BasePolicy
 
-from prfaas_agents.ppo import policy_kwargs
+from prfaas_agents.algorithms import ALGORITHMS, make_network
 from prfaas_agents.record import PolicyRecord, check_fits, read_record, resolve
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision, Move
@@ -20,19 +21,13 @@ from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.telemetry import Telemetry
 
 
-def load_network(file: Path, record: PolicyRecord) -> ActorCriticPolicy:
+def load_network(file: Path, record: PolicyRecord) -> BasePolicy:
     """The network of a Stable-Baselines3 file, from its plain weights alone: nothing pickled is run.
 
     Raises:
         PrfaasError: the file is not such a file, or its weights do not fit the record.
     """
-    n = len(record.telemetry.names)
-    network = ActorCriticPolicy(
-        gym.spaces.Box(0.0, 1.0, shape=(n,), dtype=np.float32),
-        record.action.codec().space(),
-        lambda _: 0.0,
-        **policy_kwargs(record.hidden),
-    )
+    network = make_network(record)
     try:
         with zipfile.ZipFile(file) as archive, archive.open("policy.pth") as weights:
             state = torch.load(weights, map_location="cpu", weights_only=True)
@@ -48,7 +43,7 @@ class LearnedPolicy:
     """A trained policy, deterministic.
 
     It decides every `decision_interval_s` that it was trained with and holds its routing between; a move is
-    ordered once. A move that is not legal now becomes none.
+    ordered once. A move that is not legal now becomes none; a policy that learned with masks gets them here too.
 
     Args:
         path: `policy.zip` of a training run, or the folder that holds it.
@@ -72,6 +67,7 @@ class LearnedPolicy:
         self._interval_ns = ns_from_s(self.record.decision_interval_s)
         self._period = -1
         self._held = Decision(())
+        self._state: tuple[NDArray[Any], ...] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -98,6 +94,7 @@ class LearnedPolicy:
                 f"control_interval_s {context.scenario.control.control_interval_s:g} does not divide that"
             )
         self._period = -1
+        self._state = None
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """A new decision at the start of each interval of its own, the held one in between."""
@@ -105,8 +102,7 @@ class LearnedPolicy:
         if period == self._period:
             return self._held
         self._period = period
-        action, _ = self._network.predict(telemetry.encode(), deterministic=True)
-        decided = self._codec.decode(action)
+        decided = self._codec.decode(self._act(telemetry))
         self._held = Decision(tuple(dataclasses.replace(c, move=Move.NONE) for c in decided.clusters))
         return Decision(
             tuple(
@@ -114,3 +110,16 @@ class LearnedPolicy:
                 for i, (cluster, held) in enumerate(zip(decided.clusters, self._held.clusters, strict=True))
             )
         )
+
+    def _act(self, telemetry: Telemetry) -> NDArray[Any]:
+        """The action of the network; the state of a recurrent one lasts from `reset` on."""
+        algorithm = ALGORITHMS[self.record.algorithm]
+        given: dict[str, Any] = {}
+        if algorithm.masks:
+            given["action_masks"] = self._codec.masks(telemetry.legal_moves)
+        if algorithm.recurrent:
+            given["episode_start"] = np.array([self._state is None])
+        action, self._state = self._network.predict(
+            telemetry.encode(), state=self._state, deterministic=True, **given
+        )
+        return action

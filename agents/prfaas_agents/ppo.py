@@ -1,4 +1,4 @@
-"""PPO of Stable-Baselines3 that starts as "no change": earliest finish without conversions.
+"""The parts of Stable-Baselines3 learners that start as "no change": earliest finish without conversions.
 
 Observation values lie in [0, 1], but many of them move in a small part of it (3 or 5 instances of up to 10,000, on a
 log scale). The network therefore begins with a fixed scaling per field, measured once before learning and then part
@@ -8,6 +8,7 @@ of the weights: there are no running statistics that could be lost or differ bet
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import VecEnv
 
 from prfaas_agents.record import POLICY_FILE, RECORD_FILE, PolicyRecord, file_sha256
-from prfaas_agents.settings import PpoSettings
 from prfaas_env.base import write_whole
 from prfaas_env.decision import N_MOVES, ActionCodec
 
@@ -54,26 +53,30 @@ class FixedScaling(BaseFeaturesExtractor):
         return torch.clamp((observations - self.shift) * self.gain, -MAX_SCALED, MAX_SCALED)
 
 
-def policy_kwargs(hidden: tuple[int, ...]) -> dict[str, Any]:
-    """Network of `MlpPolicy`: fixed scaling, then `hidden` tanh layers for actor and critic each."""
+def policy_kwargs(hidden: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Fixed scaling, then `hidden` tanh layers for actor and critic each; `sizes` of what else a network has."""
     return {
+        **(sizes or {}),
         "net_arch": list(hidden),
         "activation_fn": torch.nn.Tanh,
         "features_extractor_class": FixedScaling,
     }
 
 
-def fit_scaling(model: PPO, steps: int) -> None:
-    """Measure the scaling of the model's network: play its own (first) policy for `steps` steps of its vec env."""
+def fit_scaling(model: BaseAlgorithm, steps: int) -> None:
+    """Measure the scaling of the model's networks: play its own (first) policy for `steps` steps of its vec env."""
     env = model.get_env()
     assert env is not None
-    scaling = model.policy.features_extractor
-    assert isinstance(scaling, FixedScaling)
     seen = [env.reset()]
+    state, starts = None, np.ones(env.num_envs, dtype=bool)
     for _ in range(steps):
-        actions, _ = model.predict(seen[-1], deterministic=False)  # type: ignore[arg-type]
-        seen.append(env.step(actions)[0])
-    scaling.fit(np.concatenate(seen))  # type: ignore[arg-type]
+        actions, state = model.predict(seen[-1], state, starts, deterministic=False)  # type: ignore[arg-type]
+        observations, _, starts, _ = env.step(actions)
+        seen.append(observations)
+    measured = np.concatenate(seen)  # type: ignore[arg-type]
+    for scaling in model.policy.modules():
+        if isinstance(scaling, FixedScaling):
+            scaling.fit(measured)
 
 
 @dataclass
@@ -92,39 +95,7 @@ class LearningRate:
         return self.start + (self.end - self.start) * min(max(self.done, 0.0), 1.0)
 
 
-def make_ppo(vec_env: VecEnv, codec: ActionCodec, settings: PpoSettings, seed: int) -> PPO:
-    """A PPO whose first policy is "no change" (see `start_neutral`). One torch thread: the network is small.
-
-    Args:
-        vec_env: envs with the codec's action space.
-        codec: action codec, of the discrete form.
-        settings: hyper-parameters.
-        seed: seed of the weights, of action sampling and of the envs.
-    """
-    torch.set_num_threads(1)
-    model = PPO(
-        "MlpPolicy",
-        vec_env,
-        learning_rate=LearningRate(settings.learning_rate, settings.final_learning_rate),
-        n_steps=settings.n_steps,
-        batch_size=settings.batch_size,
-        n_epochs=settings.n_epochs,
-        gamma=settings.gamma,
-        gae_lambda=settings.gae_lambda,
-        clip_range=settings.clip_range,
-        ent_coef=settings.ent_coef,
-        vf_coef=settings.vf_coef,
-        max_grad_norm=settings.max_grad_norm,
-        target_kl=settings.target_kl,
-        policy_kwargs=policy_kwargs(settings.hidden),
-        seed=seed,
-        device="cpu",
-    )
-    start_neutral(model, codec, settings.neutral_routing, settings.neutral_move)
-    return model
-
-
-def start_neutral(model: PPO, codec: ActionCodec, p_routing: float, p_move: float) -> None:
+def start_neutral(model: BaseAlgorithm, codec: ActionCodec, p_routing: float, p_move: float) -> None:
     """Bias the action logits so that the neutral action has these probabilities in every state (nearly).
 
     The output weights of a fresh network are small (gain 0.01), so the bias decides: the deterministic policy is
@@ -147,14 +118,16 @@ def start_neutral(model: PPO, codec: ActionCodec, p_routing: float, p_move: floa
             part += n
 
 
-def set_progress(model: PPO, done: float) -> None:
+def set_progress(model: BaseAlgorithm, done: float) -> None:
     """Tell the learning rate how much of the training is done (0 to 1)."""
     rate = model.learning_rate
     assert isinstance(rate, LearningRate)
     rate.done = done
 
 
-def action_probabilities(model: PPO, observation: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def action_probabilities(
+    model: BaseAlgorithm, observation: np.ndarray[Any, Any]
+) -> list[np.ndarray[Any, Any]]:
     """Probabilities of each action part at one observation, in the order of the action."""
     with torch.no_grad():
         tensor, _ = model.policy.obs_to_tensor(observation)
@@ -163,7 +136,7 @@ def action_probabilities(model: PPO, observation: np.ndarray[Any, Any]) -> list[
     return [part.probs.numpy()[0] for part in parts]
 
 
-def save_policy(model: PPO, record: PolicyRecord, folder: Path) -> Path:
+def save_policy(model: BaseAlgorithm, record: PolicyRecord, folder: Path) -> Path:
     """Write `policy.zip` (Stable-Baselines3) and `policy.json` into a folder, each whole or not at all.
 
     `record.weights_sha256` is filled in here.

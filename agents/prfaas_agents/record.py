@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
 from pydantic import ValidationError
 
+from prfaas_agents.settings import AlgorithmName
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.bundle_manifest import CodecRecord, TelemetryRecord, TrainedOn
 from prfaas_env.policy import PolicyContext
@@ -22,13 +24,15 @@ class PolicyRecord(Frozen):
     """`policy.json`: everything that `policy.zip` does not say about itself."""
 
     format: Literal[1] = 1
-    algorithm: Literal["ppo"] = "ppo"
+    algorithm: AlgorithmName = "ppo"
     telemetry: TelemetryRecord
     links: tuple[tuple[int, int], ...] | None = None
     """(PrfaaS cluster, PD cluster) that each link joined, by place; None where it was not kept."""
     action: CodecRecord
     decision_interval_s: float
     hidden: tuple[int, ...]
+    network: dict[str, int] = pydantic.Field(default_factory=dict)
+    """Sizes of the network beside `hidden`, by Stable-Baselines3's names."""
     weights_sha256: str
     steps: int
     reward: str

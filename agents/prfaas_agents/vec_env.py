@@ -71,6 +71,14 @@ class OneOfMany:
         """Figures of the running episode so far, as in `PrfaasEnv`."""
         return self._batch.episode_metrics_of(self._row)
 
+    def draw_state(self) -> dict[str, Any]:
+        """State of the generator that the next episode seeds are drawn from."""
+        return self._batch.draw_state(self._row)
+
+    def set_draw_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `draw_state` gave; it counts from the next reset on."""
+        self._batch.set_draw_state(self._row, state)
+
 
 class BatchedVecEnv(VecEnv):
     """Envs of one or more batches side by side: those of the first batch come first.

@@ -12,7 +12,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import prfaas_env  # noqa: F401  (registers the env)
-from prfaas_agents.ppo import make_ppo, save_policy
+from prfaas_agents.algorithms import make_learner
+from prfaas_agents.ppo import save_policy
 from prfaas_agents.record import CodecRecord, PolicyRecord, TelemetryRecord
 from prfaas_agents.settings import PpoSettings
 from prfaas_env.decision import ActionCodec, Routing
@@ -32,7 +33,7 @@ def make_model(routing: Routing = "margin", seed: int = 0, **settings: Any) -> P
         ]
     )
     chosen = PpoSettings(**{"hidden": (16,), "n_steps": 16, "batch_size": 16, "n_epochs": 2, **settings})
-    return make_ppo(vec_env, ActionCodec(1, routing, "discrete"), chosen, seed)
+    return make_learner(vec_env, ActionCodec(1, routing, "discrete"), chosen, seed)
 
 
 def make_record(**changes: Any) -> PolicyRecord:

@@ -14,8 +14,8 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
+from prfaas_agents.algorithms import make_learner
 from prfaas_agents.learned import LearnedPolicy
-from prfaas_agents.ppo import make_ppo
 from prfaas_agents.record import CodecRecord, TelemetryRecord, TrainedOn, check_fits, read_record
 from prfaas_agents.settings import PpoSettings
 from prfaas_env.base import PrfaasError
@@ -177,7 +177,7 @@ def test_a_policy_of_several_sites_decides_for_each(save: Save) -> None:
         [lambda: gym.make("PrfaaS-v0", scenario=REGIONS, routing="margin", disable_env_checker=True)]
     )
     settings = PpoSettings(hidden=(16,), n_steps=16, batch_size=16, n_epochs=1)
-    model = make_ppo(env, ActionCodec(2, "margin", "discrete"), settings, 0)
+    model = make_learner(env, ActionCodec(2, "margin", "discrete"), settings, 0)
     path = save(model, **_at_regions())
     found = simulate(REGIONS, LearnedPolicy(path), seed=3).metrics
     assert found == simulate(REGIONS, make_policy("earliest_finish"), seed=3).metrics

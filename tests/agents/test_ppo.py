@@ -11,6 +11,7 @@ import pytest
 import torch
 from stable_baselines3.common.vec_env import DummyVecEnv
 
+from prfaas_agents.algorithms import make_learner
 from prfaas_agents.ppo import (
     MAX_SCALED,
     MIN_SPREAD,
@@ -18,7 +19,6 @@ from prfaas_agents.ppo import (
     LearningRate,
     action_probabilities,
     fit_scaling,
-    make_ppo,
     set_progress,
     start_neutral,
 )
@@ -57,7 +57,7 @@ def test_two_clusters_get_a_bias_each() -> None:
         action_space = ActionCodec(2, "margin", "discrete").space()
 
     codec = ActionCodec(2, "margin", "discrete")
-    model = make_ppo(DummyVecEnv([Two]), codec, PpoSettings(n_steps=8, batch_size=8), 0)
+    model = make_learner(DummyVecEnv([Two]), codec, PpoSettings(n_steps=8, batch_size=8), 0)
     action, _ = model.predict(np.zeros(3, np.float32), deterministic=True)
     assert np.array_equal(action, codec.neutral())
 
@@ -136,7 +136,7 @@ def test_a_time_limit_is_not_an_end() -> None:
         max_grad_norm=10.0,
     )  # fmt: skip
     vec_env = DummyVecEnv([make])
-    model = make_ppo(vec_env, ActionCodec(1, "margin", "discrete"), settings, 0)
+    model = make_learner(vec_env, ActionCodec(1, "margin", "discrete"), settings, 0)
     truncated, steps = [], 32 * 20
     model.learn(
         steps, callback=lambda local, _: truncated.append(local["infos"][0]["TimeLimit.truncated"]) or True

@@ -32,7 +32,7 @@ def quick(**changes: Any) -> TrainingConfig:
         "total_steps": 32,
         "n_envs": 2,
         "vectorization": "none",
-        "validation": {"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 16},
+        "validation": {"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 16, "timeline": False},
         "ppo": {"n_steps": 8, "batch_size": 8, "n_epochs": 2, "hidden": [8], "scaling_steps": 4},
     }
     return TrainingConfig.model_validate({**fields, **changes})
@@ -58,7 +58,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 _APP = typer.Typer()
-for _name in ("compare", "report", "sweep", "train", "demo"):
+for _name in ("compare", "report", "sweep", "train", "evaluate", "demo"):
     _APP.command(_name)(getattr(commands, _name))
 
 

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from prfaas_env.decision import MARGIN_GRID_S, THRESHOLD_GRID_TOKENS, ActionCodec
+from prfaas_env.decision import MARGIN_GRID_S, THRESHOLD_GRID_TOKENS, ActionCodec, Routing
 from prfaas_env.telemetry import schema_for
 from prfaas_trainings.scalars import _routing_values, decoded
 
@@ -34,10 +35,15 @@ def test_decoding_undoes_encoding(name: str, values: list[float]) -> None:
     assert decoded(schema, name, np.stack(rows)) == pytest.approx(values, rel=1e-4, abs=1e-4)
 
 
+def _of_grid(routing: Routing) -> NDArray[np.float64]:
+    codec = ActionCodec(1, routing, "discrete")
+    return _routing_values(codec, np.array(codec.grid))
+
+
 def test_routing_values_are_finite_at_the_ends() -> None:
-    margins = _routing_values(ActionCodec(1, "margin", "discrete"))
+    margins = _of_grid("margin")
     assert margins.tolist() == [-30.0, *MARGIN_GRID_S[1:-1], 30.0]
-    thresholds = _routing_values(ActionCodec(1, "threshold", "discrete"))
+    thresholds = _of_grid("threshold")
     assert np.isfinite(thresholds).all()
     assert thresholds[0] == thresholds[1] == math.log(THRESHOLD_GRID_TOKENS[1])
     assert thresholds[-1] == thresholds[-2] == math.log(THRESHOLD_GRID_TOKENS[-2])

@@ -23,12 +23,13 @@ from prfaas_agents.record import read_record
 from prfaas_env.base import PrfaasError
 from prfaas_env.policy import make_policy
 from prfaas_env.simulator.run import simulate
-from prfaas_trainings import training
+from prfaas_trainings import envs, training
 from prfaas_trainings.compare import compare
 from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.envs import make_vec_env
 from prfaas_trainings.episodes import EpisodeRunner, Row
-from prfaas_trainings.training import Run, StopSign, short_run_warning, train, validate
+from prfaas_trainings.evaluating import evaluate
+from prfaas_trainings.training import Run, StopSign, short_run_warning, train
 
 from .test_envs import check_episode_files
 
@@ -48,7 +49,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, runner: EpisodeRunner) ->
     from .conftest import quick
 
     out = tmp_path_factory.mktemp("training") / "run"
-    config = quick(scenarios=TWO, ppo=WILD)
+    validation = {**quick().validation.model_dump(), "timeline": True}
+    config = quick(scenarios=TWO, ppo=WILD, validation=validation)
     return out, config, train(config, out, runner=runner)
 
 
@@ -90,7 +92,8 @@ def test_every_checkpoint_is_a_policy_of_its_own(finished: Any) -> None:
         assert policy.record.steps == validated.steps
         hashes.add(policy.fingerprint)
         # What it was validated as is what it still is.
-        again = validate(folder, config.load_scenarios(validation=True), config, _inline())
+        seeds = config.validation.seeds.seeds
+        again = evaluate(folder, config, seeds=seeds, split="validation", runner=_inline())
         assert again.own(0, 0, "ttft_mean_s").mean == validated.ttft_mean_s["paper"]
     assert len(hashes) == 3
 
@@ -152,9 +155,12 @@ def test_the_record_says_what_was_seen(finished: Any) -> None:
 
 SCALARS = {
     "prfaas/reward", "prfaas/reward_waiting", "prfaas/reward_rejected", "prfaas/ttft_mean_s",
-    "prfaas/ttft_p90_s", "prfaas/goodput_rps", "prfaas/egress_gbps", "prfaas/margin_mean_s",
-    "prfaas/prefill_instances", "prfaas/conversions_per_hour", "prfaas/invalid_moves_per_hour",
+    "prfaas/ttft_p50_s", "prfaas/ttft_p90_s", "prfaas/ttft_p99_s", "prfaas/goodput_rps", "prfaas/egress_gbps",
+    "prfaas/link_use", "prfaas/margin_mean_s", "prfaas/prefill_instances", "prfaas/decode_instances",
+    "prfaas/converting_instances", "prfaas/conversions_per_hour", "prfaas/invalid_moves_per_hour",
     "prfaas_validation/score", "prfaas_validation/ttft_mean_s_paper", "train/value_loss",
+    "train/policy_gradient_loss", "train/approx_kl", "train/clip_fraction", "train/entropy_loss",
+    "train/explained_variance", "train/learning_rate",
 }  # fmt: skip
 
 
@@ -164,6 +170,10 @@ def test_tags_of_the_event_file(finished: Any) -> None:
     assert set(tags["scalars"]) >= SCALARS | {"rollout/ep_rew_mean", "rollout/ep_len_mean"}
     texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
     assert texts >= {"run/config", "run/versions", "run/seeds", "run/scenarios"}
+    assert tags["histograms"] == ["prfaas/margins_s"]
+    pictures = events(out).Images("prfaas_validation/timeline")
+    assert [picture.step for picture in pictures] == [0, 16, 32]
+    assert all(picture.width > 300 and picture.height > 300 for picture in pictures)
     for tag in SCALARS:
         values = events(out).Scalars(tag)
         assert all(np.isfinite(v.value) for v in values), tag
@@ -332,7 +342,7 @@ def test_a_dead_worker_ends_the_training_and_leaves_the_last_checkpoint(
             os.kill(made[0].processes[1].pid, signal.SIGKILL)
         return validated
 
-    monkeypatch.setattr(training, "make_vec_env", make)
+    monkeypatch.setattr(envs, "make_vec_env", make)
     monkeypatch.setattr(Run, "checkpoint", checkpoint)
     out = tmp_path / "run"
     with pytest.raises(PrfaasError, match=r"env worker 1 ended with signal 9; what was learned .* is in"):

@@ -15,8 +15,8 @@ import numpy as np
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from prfaas_agents.algorithms import make_learner
 from prfaas_agents.export import fill_bundle
-from prfaas_agents.ppo import make_ppo
 from prfaas_agents.record import CodecRecord, PolicyRecord, TelemetryRecord
 from prfaas_agents.settings import PpoSettings
 from prfaas_agents.vec_env import make_batched_vec_env
@@ -67,7 +67,7 @@ def ppo_figures(n_envs: int, n_steps: int, repeats: int) -> Figures:
     envs = make_batched_vec_env(["drift"], n_envs, routing="margin", full_infos=False)
     timed = TimedSteps(envs)
     settings = PpoSettings(n_steps=n_steps, batch_size=min(PpoSettings().batch_size, n_envs * n_steps))
-    model = make_ppo(timed, envs.batches[0].codec, settings, SEED)
+    model = make_learner(timed, envs.batches[0].codec, settings, SEED)
     model.learn(n_envs * n_steps)
     shares, rates = [], []
     for _ in range(repeats):
@@ -102,7 +102,7 @@ def bundle_figures(n: int, repeats: int) -> Figures:
     readings = _readings(scenario, n)
     codec = ActionCodec(len(scenario.deployment.pd), "margin", "discrete")
     envs = make_batched_vec_env([scenario], 1, routing="margin", full_infos=False)
-    model = make_ppo(envs, codec, PpoSettings(), SEED)
+    model = make_learner(envs, codec, PpoSettings(), SEED)
     envs.close()
     record = PolicyRecord(
         telemetry=TelemetryRecord.of(readings[0].schema),

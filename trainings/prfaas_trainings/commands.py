@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+
+if TYPE_CHECKING:
+    from prfaas_trainings.config import TrainingConfig
+    from prfaas_trainings.episodes import EpisodeRunner
+    from prfaas_trainings.seeds import Split
+    from prfaas_trainings.training import TrainingResult
 
 #: Packages of the `train` extra that a command may need.
 _LEARNING = ("torch", "stable_baselines3", "tensorboard")
@@ -84,7 +90,7 @@ def compare(
     from prfaas_trainings import compare as comparing
     from prfaas_trainings import compare_command
     from prfaas_trainings.parts import command_line
-    from prfaas_trainings.seeds import Split, seeds_of
+    from prfaas_trainings.seeds import seeds_of
 
     if engine not in ENGINES:
         raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
@@ -271,32 +277,172 @@ def train(
         int | None, typer.Option(min=1, help="Processes for the validation; default the cores.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier run in --out.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder to go on with from its newest checkpoint; --steps and --minutes then move its end."
+        ),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="With --resume: take a checkpoint that you did not write yourself."),
+    ] = False,
 ) -> None:
-    """Train a policy with PPO; the best one by validation seeds is kept as policy.zip."""
-    _need(_LEARNING, "train")
+    """Train a policy; the best one by validation seeds is kept as policy.zip."""
+    _need((*_LEARNING, *_DRAWING), "train")
     from prfaas_trainings import training
-    from prfaas_trainings.config import load_config
     from prfaas_trainings.episodes import episode_runner
+    from prfaas_trainings.evaluating import config_of, policy_folder
+
+    if resume is not None:
+        given_too = {
+            "--config": config != "drift",
+            "--out": out,
+            "--seed": seed is not None,
+            "--set": overrides,
+        }
+        for name, value in {**given_too, "--force": force}.items():
+            if value:
+                raise PrfaasError(
+                    f"{name}: belongs to a new run; --resume goes on with the configuration of its own"
+                )
+        folder, loaded = resume, config_of(policy_folder(resume, None))
+    else:
+        if trust:
+            raise PrfaasError("--trust: belongs to --resume")
+        loaded = _training_config(config, overrides, minutes, steps, seed)
+        default = loaded.name if loaded.seeds else f"{loaded.name}-seed{loaded.seed}"
+        folder = out if out is not None else Path("runs") / default
+        training.check_out(folder, force)
+    try:
+        with episode_runner(jobs or training.default_runner_jobs(loaded)) as runner:
+            done = (
+                _several(loaded, folder, runner, resume is not None, force, trust, steps, minutes)
+                if loaded.seeds
+                else training.resume(folder, runner=runner, trust=trust, total_steps=steps, minutes=minutes)
+                if resume is not None
+                else training.train(loaded, folder, runner=runner, force=force)
+            )
+    except KeyboardInterrupt:
+        typer.echo(
+            f"interrupted at once; go on from the last checkpoint: prfaas train --resume {folder}", err=True
+        )
+        raise
+    if done is not None:
+        typer.echo(
+            f"{done.stopped} at step {done.steps:,}; kept the policy of step {done.best.steps:,}: "
+            f"{training.describe(done.best)}"
+        )
+        if done.interrupted:
+            typer.echo(f"go on: prfaas train --resume {folder}")
+    policy = folder / "policy.zip"
+    typer.echo(f"policy: {policy}   (prfaas compare --policy ppo:path={policy})")
+    curves = folder if loaded.seeds else folder / "tensorboard"
+    typer.echo(f"curves: tensorboard --logdir {curves}")
+
+
+def _training_config(
+    config: str, overrides: list[str] | None, minutes: float | None, steps: int | None, seed: int | None
+) -> TrainingConfig:
+    """The configuration of a new run with the options laid over it."""
+    from prfaas_trainings.config import load_config
 
     given = [*(overrides or ())]
     for name, value in (("minutes", minutes), ("total_steps", steps), ("seed", seed)):
         if value is not None:
             given.append(f"{name}={value!r}")
+    if seed is not None:
+        given.append("seeds=[]")
     if minutes is not None and steps is None:
         given.append("total_steps=null")
     if steps is not None and minutes is None:
         given.append("minutes=null")
-    loaded = load_config(config, given)
-    folder = out if out is not None else Path("runs") / f"{loaded.name}-seed{loaded.seed}"
-    training.check_out(folder, force)
-    with episode_runner(jobs or training.default_runner_jobs(loaded)) as runner:
-        result = training.train(loaded, folder, runner=runner, force=force)
-    typer.echo(
-        f"{result.stopped} at step {result.steps:,}; kept the policy of step {result.best.steps:,}: "
-        f"{training.describe(result.best)}"
+    return load_config(config, given)
+
+
+def _several(
+    config: TrainingConfig,
+    folder: Path,
+    runner: EpisodeRunner,
+    resume: bool,
+    force: bool,
+    trust: bool,
+    steps: int | None,
+    minutes: float | None,
+) -> TrainingResult | None:
+    """Train with several seeds; the result of a run that Ctrl-C ended, else None."""
+    from prfaas_trainings import several
+
+    if resume and (steps is not None or minutes is not None):
+        raise PrfaasError(
+            f"--steps, --minutes: give one of the runs to --resume, such as {folder}/seed{config.seeds[0]}"
+        )
+    results = (
+        several.resume_all(folder, runner=runner, trust=trust)
+        if resume
+        else several.train_all(config, folder, runner=runner, force=force)
     )
-    typer.echo(f"policy: {result.policy}   (prfaas compare --policy ppo:path={result.policy})")
-    typer.echo(f"curves: tensorboard --logdir {folder / 'tensorboard'}")
+    typer.echo(several.describe_all(folder))
+    return results[-1] if results and results[-1].interrupted else None
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, or of one of its checkpoints.")],
+    split: Annotated[str, typer.Option(help="What the seeds are for: test or validation.")] = "test",
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of episode seeds; default 20, or those of the training's validation."
+        ),
+    ] = None,
+    first_seed: Annotated[
+        int | None, typer.Option(help="First episode seed; default the first one of the split or validation.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Checkpoint at this step; default the run's best policy.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write results.csv, metrics.json and plots to this folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier result in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+) -> None:
+    """Run a trained policy on the scenarios of its training, as its validation did, on seeds of a split."""
+    _need((*_LEARNING, *_DRAWING), "evaluate")
+    from prfaas_trainings import compare as comparing
+    from prfaas_trainings import evaluating, results, tables
+    from prfaas_trainings.episodes import default_jobs, episode_runner
+    from prfaas_trainings.progress import progress_bar
+    from prfaas_trainings.seeds import seeds_of
+
+    if split not in ("test", "validation"):
+        raise PrfaasError(f"--split is {split!r}; allowed: test, validation")
+    named: Split = "test" if split == "test" else "validation"
+    folder = evaluating.policy_folder(run, step)
+    config = evaluating.config_of(folder)
+    own = config.validation.seeds if named == "validation" else None
+    first = first_seed if first_seed is not None or own is None else own.first
+    count = seeds if seeds is not None else 20 if own is None else own.count
+    chosen = seeds_of(named, first, count)
+    if out is not None:
+        results.check_out(out, force)
+    with episode_runner(jobs or default_jobs()) as runner:
+        with progress_bar("episodes", len(config.scenarios) * len(chosen)) as advance:
+            found = evaluating.evaluate(
+                folder, config, seeds=chosen, split=named, runner=runner, on_done=advance
+            )
+        if out is not None:
+            results.write_comparison(found, comparing.run_timelines(found, [0], runner), out)
+    if as_json:
+        typer.echo(found.json_text(), nl=False)
+        return
+    console = tables.console_for_tables()
+    tables.show(found, console)
+    if out is not None:
+        console.print(f"written to {out}", highlight=False, markup=False)
 
 
 def export(

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from prfaas_agents.settings import PpoSettings
+from prfaas_agents.settings import (
+    SETTINGS,
+    AlgorithmName,
+    LearnerSettings,
+    MaskablePpoSettings,
+    PpoSettings,
+    RecurrentPpoSettings,
+    SacSettings,
+    TqcSettings,
+)
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import ActionCodec, Routing
 from prfaas_env.env import RewardName
@@ -18,6 +28,7 @@ from prfaas_env.scenarios.loader import apply_overrides, read_yaml
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, EngineName
 from prfaas_env.simulator.world import scenario_schema
 from prfaas_env.sites import link_difference, link_pairs
+from prfaas_trainings.randomise import Randomise, check
 from prfaas_trainings.seeds import SPLITS, Split, describe
 
 #: A queue of hundreds would drown all other experience; the log keeps its order and takes its weight.
@@ -60,11 +71,34 @@ class Validation(Frozen):
     overrides: tuple[str, ...] = Field(
         default=(), description="field.path=value for the validation scenarios alone"
     )
+    timeline: bool = Field(
+        default=True, description="draw what the policy does over the first episode, for TensorBoard"
+    )
 
     @model_validator(mode="after")
     def _split(self) -> Self:
         _check_split(self.seeds.seeds, "validation", "seeds")
         return self
+
+
+class CurriculumStage(Frozen):
+    """Some steps on other scenarios before the training's own."""
+
+    steps: int = Field(ge=1, description="decisions; the stage ends with the update at or after them")
+    scenarios: tuple[TrainingScenario, ...] | None = Field(
+        default=None, min_length=1, description="default: those of the training"
+    )
+    randomise: Randomise | None = Field(default=None, description="default: that of the training")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of a training: what its envs play, and the step that it ends with (None: the end of all)."""
+
+    index: int
+    end: int | None
+    scenarios: tuple[TrainingScenario, ...]
+    randomise: Randomise
 
 
 class TrainingConfig(Frozen):
@@ -73,6 +107,16 @@ class TrainingConfig(Frozen):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
     description: str = ""
     scenarios: tuple[TrainingScenario, ...] = Field(min_length=1)
+    randomise: Randomise = Field(
+        default={},
+        description="scenario fields that are drawn: for every episode, or (batched) once per group of envs and stage",
+    )
+    randomise_groups: int = Field(
+        default=16, ge=1, description="most groups per scenario of a batched training; each draws for itself"
+    )
+    curriculum: tuple[CurriculumStage, ...] = Field(
+        default=(), description="stages before the training's own scenarios, which validation always plays"
+    )
     routing: Routing = "margin"
     reward: RewardName = "waiting"
     reward_shape: RewardShape = Field(
@@ -89,9 +133,40 @@ class TrainingConfig(Frozen):
         description="all envs in one compiled call, one process per env, or one after another in this process",
     )
     seed: int = Field(default=0, ge=0, description="seed of weights, action sampling and episode seeds")
+    seeds: tuple[int, ...] = Field(
+        default=(), description="several trainings, one per seed, each with all the steps and minutes"
+    )
     training_seeds: SeedRange = SeedRange(first=0, count=SPLITS["training"].stop)
     validation: Validation = Validation()
-    ppo: PpoSettings = PpoSettings()
+    algorithm: AlgorithmName = "ppo"
+    ppo: PpoSettings | None = None
+    maskable_ppo: MaskablePpoSettings | None = None
+    recurrent_ppo: RecurrentPpoSettings | None = None
+    sac: SacSettings | None = None
+    tqc: TqcSettings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_the_algorithm(cls, value: Any) -> Any:
+        """Fill in the section of the algorithm; one of another algorithm would be ignored, so it is refused."""
+        if not isinstance(value, dict):
+            return value
+        chosen = value.get("algorithm", "ppo")
+        for name in SETTINGS:
+            if name != chosen and value.get(name) is not None and chosen in SETTINGS:
+                raise ValueError(f"{name}: has no effect, the algorithm is {chosen}")
+        return (
+            value
+            if value.get(chosen) is not None
+            else {**value, **({chosen: {}} if chosen in SETTINGS else {})}
+        )
+
+    @property
+    def settings(self) -> LearnerSettings:
+        """Hyper-parameters of the algorithm."""
+        found = getattr(self, self.algorithm)
+        assert isinstance(found, LearnerSettings)
+        return found
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -101,17 +176,43 @@ class TrainingConfig(Frozen):
         if self.vectorization == "batched":
             if self.engine != "compiled":
                 raise ValueError(f"vectorization batched needs engine compiled, found {self.engine}")
-            if self.n_envs < len(self.scenarios):
+            for stage in self.stages():
+                if self.n_envs < len(stage.scenarios):
+                    raise ValueError(
+                        f"n_envs {self.n_envs} is fewer than one per scenario ({len(stage.scenarios)})"
+                    )
+        if isinstance(self.settings, PpoSettings):
+            rollout = self.settings.n_steps * self.n_envs
+            if self.settings.batch_size > rollout:
                 raise ValueError(
-                    f"n_envs {self.n_envs} is fewer than one per scenario ({len(self.scenarios)})"
+                    f"{self.algorithm}.batch_size {self.settings.batch_size} exceeds the {rollout} decisions of one "
+                    f"rollout (n_envs {self.n_envs} x {self.algorithm}.n_steps {self.settings.n_steps})"
                 )
-        rollout = self.ppo.n_steps * self.n_envs
-        if self.ppo.batch_size > rollout:
+        before = sum(stage.steps for stage in self.curriculum)
+        if self.curriculum and self.total_steps is not None and before >= self.total_steps:
             raise ValueError(
-                f"ppo.batch_size {self.ppo.batch_size} exceeds the {rollout} decisions of one rollout "
-                f"(n_envs {self.n_envs} x ppo.n_steps {self.ppo.n_steps})"
+                f"the curriculum's {before} steps leave none of total_steps {self.total_steps} for the scenarios"
             )
+        if len(set(self.seeds)) != len(self.seeds) or any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds must be different numbers of 0 or more, found {list(self.seeds)}")
         return self
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The curriculum, then the training's own scenarios."""
+        out, end = [], 0
+        for k, given in enumerate(self.curriculum):
+            end += given.steps
+            randomise = self.randomise if given.randomise is None else given.randomise
+            out.append(Stage(k, end, given.scenarios or self.scenarios, randomise))
+        return (*out, Stage(len(out), self.total_steps, self.scenarios, self.randomise))
+
+    def stage_at(self, steps: int) -> Stage:
+        """The stage after this many steps."""
+        return next((s for s in self.stages() if s.end is not None and steps < s.end), self.stages()[-1])
+
+    def of_seed(self, seed: int) -> TrainingConfig:
+        """The training of one of its `seeds`."""
+        return self.model_copy(update={"seed": seed, "seeds": ()})
 
     def load_scenarios(self, *, validation: bool = False) -> tuple[Scenario, ...]:
         """The scenarios with their overrides, and with those of the validation if asked for.
@@ -121,7 +222,26 @@ class TrainingConfig(Frozen):
                 interval that does not fit a scenario's clocks.
         """
         extra = self.validation.overrides if validation else ()
-        found = tuple(load_scenario(s.scenario, overrides=[*s.overrides, *extra]) for s in self.scenarios)
+        found = self._load(self.scenarios, extra)
+        self._check_alike(found)
+        return found
+
+    def stage_scenarios(self, stage: Stage) -> tuple[Scenario, ...]:
+        """The scenarios of a stage with their overrides, before anything is drawn.
+
+        Raises:
+            PrfaasError: as `load_scenarios`, of the drawn values too.
+        """
+        found = self._load(stage.scenarios)
+        drawn = [each for scenario in found for each in check(scenario, stage.randomise)]
+        self._check_alike((*self._load(self.scenarios[:1]), *found, *drawn))
+        return found
+
+    @staticmethod
+    def _load(given: Sequence[TrainingScenario], extra: Sequence[str] = ()) -> tuple[Scenario, ...]:
+        return tuple(load_scenario(s.scenario, overrides=[*s.overrides, *extra]) for s in given)
+
+    def _check_alike(self, found: Sequence[Scenario]) -> None:
         for scenario in found:
             self._check_clock(scenario)
         first = scenario_schema(found[0])
@@ -134,7 +254,6 @@ class TrainingConfig(Frozen):
                     f"training {self.name}: scenarios {found[0].name} and {scenario.name} have different "
                     f"observations: {difference}"
                 )
-        return found
 
     def at_decision_interval(self, scenarios: Sequence[Scenario]) -> tuple[Scenario, ...]:
         """The scenarios with the decision interval as their control interval.
@@ -155,8 +274,8 @@ class TrainingConfig(Frozen):
             )
 
     def codec(self) -> ActionCodec:
-        """Action codec (discrete) for the scenarios' PD clusters."""
-        return ActionCodec(len(self.load_scenarios()[0].deployment.pd), self.routing, "discrete")
+        """Action codec for the scenarios' PD clusters, of the form that the algorithm learns."""
+        return ActionCodec(len(self.load_scenarios()[0].deployment.pd), self.routing, self.settings.form)
 
     def yaml(self) -> str:
         """The whole configuration as YAML; `load_config` of it gives an equal one."""
@@ -205,10 +324,20 @@ def load_config(spec: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
 
 def _with_paths(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Scenario paths are relative to the configuration's file."""
-    resolved = tuple(
-        s
-        if s.scenario in scenario_names() or Path(s.scenario).is_absolute()
-        else s.model_copy(update={"scenario": str(folder / s.scenario)})
-        for s in config.scenarios
+    folder = folder.resolve()
+
+    def resolved(given: Sequence[TrainingScenario]) -> tuple[TrainingScenario, ...]:
+        return tuple(
+            s
+            if s.scenario in scenario_names() or Path(s.scenario).is_absolute()
+            else s.model_copy(update={"scenario": str(folder / s.scenario)})
+            for s in given
+        )
+
+    stages = tuple(
+        stage
+        if stage.scenarios is None
+        else stage.model_copy(update={"scenarios": resolved(stage.scenarios)})
+        for stage in config.curriculum
     )
-    return config.model_copy(update={"scenarios": resolved})
+    return config.model_copy(update={"scenarios": resolved(config.scenarios), "curriculum": stages})

@@ -6,8 +6,13 @@ process or several in this one, on any engine, each of which draws its scenario 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
-from dataclasses import dataclass
+import multiprocessing.connection
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -18,13 +23,14 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecMonitor
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from prfaas_agents.vec_env import BatchedVecEnv, make_batched_vec_env
+from prfaas_agents.vec_env import BatchedVecEnv, envs_per_scenario, make_batched_vec_env
 from prfaas_env import ENV_ID
-from prfaas_env.decision import Routing
+from prfaas_env.decision import ActionForm, Routing
 from prfaas_env.env import PrfaasEnv, RewardName
 from prfaas_env.scenarios import Scenario
-from prfaas_trainings.config import RewardShape, TrainingConfig
+from prfaas_trainings.config import RewardShape, Stage, TrainingConfig
 from prfaas_trainings.episodes import figures_of, start_worker
+from prfaas_trainings.randomise import Randomise, drawn, group_draws
 
 #: Columns of the episode files besides reward, length and time.
 EPISODE_COLUMNS = (
@@ -68,7 +74,8 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
     """Each episode plays one of several scenarios with a seed from a range.
 
     `reset(seed=k)` seeds the generator that draws both; later unseeded resets go on drawing from it, so one seeded
-    reset makes all later episodes reproducible. The last step's `info` holds `EPISODE_COLUMNS`.
+    reset makes all later episodes reproducible. Fields of `randomise` are drawn for every episode. The last step's
+    `info` holds `EPISODE_COLUMNS`.
     """
 
     metadata = PrfaasEnv.metadata
@@ -83,20 +90,22 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
         reward: RewardName,
         reference: str,
         engine: str,
+        action: ActionForm = "discrete",
+        randomise: Randomise | None = None,
     ) -> None:
-        self._envs = [
-            gym.make(
-                ENV_ID,
-                disable_env_checker=True,
-                scenario=scenario,
-                engine=engine,
-                routing=routing,
-                action="discrete",
-                reward=reward,
-                reference=reference,
-            )
-            for scenario in scenarios
-        ]
+        self._make = functools.partial(
+            gym.make,
+            ENV_ID,
+            disable_env_checker=True,
+            engine=engine,
+            routing=routing,
+            action=action,
+            reward=reward,
+            reference=reference,
+        )
+        self._scenarios = scenarios
+        self._randomise = randomise or {}
+        self._envs: list[gym.Env[Any, Any]] = [self._make(scenario=scenario) for scenario in scenarios]
         self._names = [scenario.name for scenario in scenarios]
         self._shares = np.array(weights) / sum(weights)
         self._seeds = seeds
@@ -119,6 +128,10 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
         """Draw a scenario and an episode seed, and start."""
         super().reset(seed=seed)
         self._playing = int(self.np_random.choice(len(self._envs), p=self._shares))
+        if self._randomise:
+            scenario = drawn(self._scenarios[self._playing], self._randomise, self.np_random)
+            self._envs[self._playing].close()
+            self._envs[self._playing] = self._make(scenario=scenario)
         self._env = self._envs[self._playing]
         self._episode_seed = int(self.np_random.integers(self._seeds.start, self._seeds.stop))
         observation, info = self._env.reset(seed=self._episode_seed)
@@ -142,6 +155,14 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
         """Figures of the running episode so far."""
         return self.inner.episode_metrics()
 
+    def draw_state(self) -> dict[str, Any]:
+        """State of the generator that the next episodes are drawn from."""
+        return dict(self.np_random.bit_generator.state)
+
+    def set_draw_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `draw_state` gave; it counts from the next reset on."""
+        self.np_random.bit_generator.state = dict(state)
+
     def close(self) -> None:
         """Close every env."""
         for env in self._envs:
@@ -161,6 +182,39 @@ class ShapedReward(gym.RewardWrapper[NDArray[np.float32], NDArray[Any]]):
         return float(shaped(np.array(float(reward)), self._shape, self._factor))
 
 
+class ToldErrors(gym.Wrapper[NDArray[np.float32], NDArray[Any], NDArray[np.float32], NDArray[Any]]):
+    """Writes an error of the env to a file and ends the process, so that the parent can tell what happened."""
+
+    def __init__(self, env: gym.Env[Any, Any], file: Path) -> None:
+        super().__init__(env)
+        self._file = file
+
+    def reset(self, **arguments: Any) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        """Start an episode."""
+        with self._told():
+            return super().reset(**arguments)
+
+    def step(
+        self, action: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], SupportsFloat, bool, bool, dict[str, Any]]:
+        """One decision."""
+        with self._told():
+            return super().step(action)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._file.write_text(traceback.format_exc(), encoding="utf-8")
+            raise SystemExit(1) from None
+
+
+def error_file(episodes_folder: Path, index: int) -> Path:
+    """Where the worker of env `index` writes the error that it ends with."""
+    return episodes_folder / f"worker_{index}.error.txt"
+
+
 @dataclass(frozen=True)
 class EnvFactory:
     """Makes one training env; pickles into a worker that starts afresh."""
@@ -176,10 +230,14 @@ class EnvFactory:
     reward_shape: RewardShape
     reward_factor: float
     episodes_folder: Path | None
+    action: ActionForm = "discrete"
+    randomise: Randomise = field(default_factory=dict)
+    file_prefix: str = ""
 
     def __call__(self) -> gym.Env[Any, Any]:
         """The env, monitored: one episode file per env, a row per finished episode, flushed at once."""
-        if multiprocessing.parent_process() is not None:
+        in_worker = multiprocessing.parent_process() is not None
+        if in_worker:
             start_worker()
         env = ScenarioMix(
             self.scenarios,
@@ -189,10 +247,14 @@ class EnvFactory:
             reward=self.reward,
             reference=self.reference,
             engine=self.engine,
+            action=self.action,
+            randomise=self.randomise,
         )
-        file = None if self.episodes_folder is None else str(self.episodes_folder / str(self.index))
-        monitored = Monitor(env, file, info_keywords=EPISODE_COLUMNS)
-        return ShapedReward(monitored, self.reward_shape, self.reward_factor)
+        folder = self.episodes_folder
+        file = None if folder is None else str(folder / f"{self.file_prefix}{self.index}")
+        made: gym.Env[Any, Any] = Monitor(env, file, info_keywords=EPISODE_COLUMNS)
+        made = ShapedReward(made, self.reward_shape, self.reward_factor)
+        return made if folder is None or not in_worker else ToldErrors(made, error_file(folder, self.index))
 
 
 class EpisodeColumns(VecEnvWrapper):
@@ -240,31 +302,39 @@ class ShapedRewards(VecEnvWrapper):
         return observations, shaped(rewards, self._shape, self._factor), dones, infos
 
 
-def make_vec_env(config: TrainingConfig, episodes_folder: Path | None) -> VecEnv:
+def make_vec_env(
+    config: TrainingConfig, episodes_folder: Path | None, stage: Stage | None = None, file_prefix: str = ""
+) -> VecEnv:
     """The training envs.
 
-    Batched: a number of envs in proportion to the weights plays each scenario. Otherwise every episode draws its
-    scenario by weight; with `processes` each env is in a process of its own that starts afresh ("spawn").
+    Batched: a number of envs in proportion to the weights plays each scenario; fields of `randomise` are drawn once
+    for each of `randomise_groups` groups of them. Otherwise every episode draws its scenario by weight and the fields
+    anew; with `processes` each env is in a process of its own that starts afresh ("spawn").
 
     Args:
         config: the training.
         episodes_folder: folder for the episode files: one per process that writes, a row per finished episode,
             flushed at once. None: no files.
+        stage: stage of the training, the last one by default.
+        file_prefix: begins the names of the episode files.
     """
-    scenarios = config.at_decision_interval(config.load_scenarios())
-    weights = tuple(s.weight for s in config.scenarios)
-    factor = 1.0 - config.ppo.gamma
+    stage = config.stages()[-1] if stage is None else stage
+    scenarios = config.at_decision_interval(config.stage_scenarios(stage))
+    weights = tuple(s.weight for s in stage.scenarios)
+    factor = 1.0 - config.settings.gamma
     if config.vectorization == "batched":
+        scenarios, weights = _drawn_groups(config, stage, scenarios, weights)
         batched = make_batched_vec_env(
             scenarios,
             config.n_envs,
             weights=weights,
             seeds=config.training_seeds.seeds,
             routing=config.routing,
+            action=config.settings.form,
             reward=config.reward,
             reference=config.reference,
         )
-        file = None if episodes_folder is None else str(episodes_folder / "0")
+        file = None if episodes_folder is None else str(episodes_folder / f"{file_prefix}0")
         monitored = VecMonitor(EpisodeColumns(batched), file, info_keywords=EPISODE_COLUMNS)
         return ShapedRewards(monitored, config.reward_shape, factor)
     factories = [
@@ -280,9 +350,103 @@ def make_vec_env(config: TrainingConfig, episodes_folder: Path | None) -> VecEnv
             reward_shape=config.reward_shape,
             reward_factor=factor,
             episodes_folder=episodes_folder,
+            action=config.settings.form,
+            randomise=stage.randomise,
+            file_prefix=file_prefix,
         )
         for k in range(config.n_envs)
     ]
     if config.vectorization == "none":
         return DummyVecEnv(list(factories))
     return SubprocVecEnv(list(factories), start_method="spawn")
+
+
+def _drawn_groups(
+    config: TrainingConfig, stage: Stage, scenarios: tuple[Scenario, ...], weights: tuple[float, ...]
+) -> tuple[tuple[Scenario, ...], tuple[float, ...]]:
+    """Scenarios and weights of a batched training, a scenario per group where fields are drawn."""
+    if not stage.randomise:
+        return scenarios, weights
+    groups, shares = [], []
+    counts = envs_per_scenario(weights, config.n_envs)
+    for k, (scenario, n_envs) in enumerate(zip(scenarios, counts, strict=True)):
+        n = min(n_envs, config.randomise_groups)
+        groups += group_draws(scenario, stage.randomise, (config.seed, stage.index, k), n)
+        shares += [n_envs / n] * n
+    return tuple(groups), tuple(shares)
+
+
+# ------------------------------------------------------------------ the envs of a training
+
+
+class TrainingEnvs:
+    """The vec env of the present stage of a training, and how it ends.
+
+    Args:
+        config: the training.
+        episodes_folder: see `make_vec_env`.
+        leg: how often the training was resumed before; each leg has episode files of its own.
+        steps: steps done before, which say which stage comes first.
+    """
+
+    def __init__(self, config: TrainingConfig, episodes_folder: Path, leg: int, steps: int) -> None:
+        self._config = config
+        self._folder = episodes_folder
+        self._leg = leg
+        self.stage = config.stage_at(steps)
+        self.vec_env = self._made()
+
+    def _made(self) -> VecEnv:
+        stage = self.stage
+        parts = [f"resumed{self._leg}-"] if self._leg else []
+        parts += [f"stage{stage.index}-"] if self._config.curriculum else []
+        return make_vec_env(self._config, self._folder, stage, "".join(parts))
+
+    def enter(self, stage: Stage) -> VecEnv:
+        """Make the envs of another stage, with seeds of their own; the old ones end."""
+        self.vec_env.close()
+        self.stage = stage
+        self.vec_env = self._made()
+        self.seed_stage()
+        return self.vec_env
+
+    def seed_stage(self) -> None:
+        """Seed the draws of a stage that comes after another one."""
+        seeds = np.random.SeedSequence(self._config.seed, spawn_key=(0, self.stage.index))
+        self.vec_env.seed(int(seeds.generate_state(1)[0]))
+
+    def draw_states(self) -> list[dict[str, Any]]:
+        """States of the generators that episodes are drawn from, one per env."""
+        states: list[dict[str, Any]] = self.vec_env.env_method("draw_state")
+        return states
+
+    def set_draw_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Put them back; the next reset goes on drawing there."""
+        self.vec_env.reset()  # uses up the seeds that the learner has set
+        for k, state in enumerate(states):
+            self.vec_env.env_method("set_draw_state", state, indices=[k])
+
+    def end(self) -> None:
+        """End the workers at once; after a failure the usual way would wait for answers that never come."""
+        for process in self._processes():
+            process.terminate()
+            process.join(timeout=10)
+
+    def _processes(self) -> list[Any]:
+        return list(getattr(self.vec_env, "processes", []))
+
+    def dead_worker(self) -> str:
+        """Which env worker is gone and how it ended."""
+        processes = self._processes()
+        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=5)
+        for k, process in enumerate(processes):
+            process.join(timeout=0.2)
+            if process.exitcode is None:
+                continue
+            file = error_file(self._folder, k)
+            if file.is_file():
+                last = file.read_text(encoding="utf-8").strip().splitlines()[-1]
+                return f"env worker {k} ended with {last} (whole text in {file})"
+            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+            return f"env worker {k} ended with {how}"
+        return "an env worker does not answer"

@@ -41,6 +41,7 @@ class ProgressReport:
         self._console = console or Console(stderr=True)
         self._what, self._total, self._clock = what, total, clock
         self._start_s = self._line_s = clock()
+        self._begun = 0.0
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -56,6 +57,10 @@ class ProgressReport:
             self._task = self._bar.add_task(what, total=total)
             self._bar.start()
 
+    def begin(self, done: float) -> None:
+        """This much was done before; it says nothing about the time left."""
+        self._begun = done
+
     def update(self, done: float, note: str = "") -> None:
         """Say how much is done; `note` stands behind the name."""
         text = f"{self._what}{f' ({note})' if note else ''}"
@@ -67,7 +72,8 @@ class ProgressReport:
             return
         self._line_s = now_s
         elapsed_s = now_s - self._start_s
-        left = f"{elapsed_s * (self._total - done) / done:,.0f} s left" if done > 0 else "time left unknown"
+        gone = done - self._begun
+        left = f"{elapsed_s * (self._total - done) / gone:,.0f} s left" if gone > 0 else "time left unknown"
         share = done / self._total if self._total else 1.0
         self._console.print(f"{text}: {share:.0%}, {elapsed_s:,.0f} s, {left}", markup=False, highlight=False)
 

@@ -1,28 +1,29 @@
-"""`prfaas train`: PPO on a mix of scenarios, checkpoints, and the best policy by validation seeds."""
+"""`prfaas train`: a learner on a mix of scenarios, checkpoints, resuming, and the best policy by validation seeds."""
 
 from __future__ import annotations
 
-import functools
+import io
 import json
 import math
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.logger import Image, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from torch.utils.tensorboard import SummaryWriter
 
-from prfaas_agents.learned import LearnedPolicy
-from prfaas_agents.ppo import fit_scaling, make_ppo, save_policy, set_progress
+from prfaas_agents.algorithms import make_learner
+from prfaas_agents.ppo import fit_scaling, set_progress
 from prfaas_agents.record import (
     POLICY_FILE,
     RECORD_FILE,
@@ -36,22 +37,36 @@ from prfaas_env.base import PrfaasError, write_whole
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.world import scenario_schema
-from prfaas_env.sites import link_pairs
-from prfaas_trainings.compare import Comparison, compare, labels_of, replayed_slice, versions
+from prfaas_env.sites import link_difference, link_pairs
+from prfaas_trainings.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    Progress,
+    newest,
+    progress_of,
+    read_state,
+    remove_unfinished,
+    restore,
+    step_folder,
+    write_checkpoint,
+)
+from prfaas_trainings.compare import Comparison, labels_of, replayed_slice, run_timelines, versions
 from prfaas_trainings.config import TrainingConfig
-from prfaas_trainings.envs import make_vec_env
-from prfaas_trainings.episodes import EpisodeRunner, Row, default_jobs, warm_up
+from prfaas_trainings.envs import TrainingEnvs
+from prfaas_trainings.episodes import EpisodeRunner, default_jobs, warm_up
+from prfaas_trainings.evaluating import config_of, evaluate
 from prfaas_trainings.folders import check_folder
 from prfaas_trainings.progress import ProgressReport
 from prfaas_trainings.scalars import PREFIX, ScalarsCallback
 
 #: The file that marks a folder as a training run.
 MARKER = "run.json"
-CHECKPOINTS = "checkpoints"
 #: Why a training ended, when the user wanted so.
 BY_CTRL_C = "stopped by Ctrl-C"
-#: Label of the policy under training in a validation.
-CANDIDATE = "candidate"
+ALL_STEPS = "all steps done"
+VALIDATIONS = "validation.json"
+#: Packages whose versions are recorded.
+PACKAGES = ("torch", "stable-baselines3", "sb3-contrib", "tensorboard")
 
 
 def check_out(out: Path, force: bool) -> None:
@@ -80,6 +95,11 @@ class Validated:
             "ttft_mean_s": self.ttft_mean_s,
             "checkpoint": f"{CHECKPOINTS}/{self.folder.name}",
         }
+
+    @classmethod
+    def of_json(cls, stored: Mapping[str, Any], out: Path) -> Validated:
+        """What `as_json` gave, of a run in `out`."""
+        return cls(stored["steps"], stored["score"], stored["ttft_mean_s"], out / stored["checkpoint"])
 
 
 @dataclass
@@ -141,34 +161,65 @@ def stop_on_ctrl_c(report: ProgressReport) -> Iterator[StopSign]:
 
 
 class Run:
-    """One training in one folder: model, checkpoints, validation, the best policy so far."""
+    """One training in one folder: learner, checkpoints, validation, the best policy so far.
+
+    Args:
+        config: the training.
+        out: the run folder.
+        envs: its envs.
+        runner: processes for the validation.
+        report: progress.
+        start: checkpoint to go on from, with its state; None starts anew.
+    """
 
     def __init__(
         self,
         config: TrainingConfig,
         out: Path,
-        vec_env: VecEnv,
+        envs: TrainingEnvs,
         runner: EpisodeRunner,
         report: ProgressReport,
+        start: Checkpoint | None = None,
     ) -> None:
         self.config = config
         self.out = out
+        self.envs = envs
         self.report = report
         self._runner = runner
         self._scenarios = config.load_scenarios(validation=True)
         self._training_scenarios = config.load_scenarios()
-        self._labels = scenario_labels(self._scenarios)
+        self._labels = labels_of(self._scenarios)
         self.codec = config.codec()
         self.schema = scenario_schema(self._scenarios[0])
-        self.model: PPO = make_ppo(vec_env, self.codec, config.ppo, config.seed)
-        fit_scaling(self.model, config.ppo.scaling_steps)
-        self.validations: list[Validated] = []
-        self._validated_updates = -1
+        self.validations: list[Validated] = [] if start is None else start.validations
+        self._before_s = 0.0 if start is None else start.progress.elapsed_s
+        self._start_s = time.monotonic()
+        self._leg = 0 if start is None else start.progress.leg + 1
+        self.model: BaseAlgorithm = make_learner(envs.vec_env, self.codec, config.settings, config.seed)
+        board = _Board(out / "tensorboard", None if start is None else start.progress.steps + 1)
+        self.model.set_logger(Logger(str(out), [board]))
+        #: For what is written at a moment of our own, whatever the learner has recorded and not written yet.
+        self.notes = Logger(str(out), [board])
+        if start is None:
+            fit_scaling(self.model, config.settings.scaling_steps)
+            self._saved_updates = -1
+            return
+        if start.progress.stage == envs.stage.index:
+            envs.set_draw_states(start.progress.draws)
+        else:
+            envs.seed_stage()
+        restore(self.model, start.folder, start.state)
+        self._saved_updates = self.model._n_updates
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time used, that of earlier legs included."""
+        return self._before_s + time.monotonic() - self._start_s
 
     @property
     def changed(self) -> bool:
-        """Whether the policy was updated since the last validation."""
-        return self.model._n_updates != self._validated_updates
+        """Whether the policy was updated since the last checkpoint."""
+        return bool(self.model._n_updates != self._saved_updates)
 
     @property
     def best(self) -> Validated:
@@ -180,38 +231,57 @@ class Run:
         config = self.config
         seeds = {"training": config.training_seeds, "validation": config.validation.seeds}
         return PolicyRecord(
+            algorithm=config.algorithm,
             telemetry=TelemetryRecord.of(self.schema),
             links=link_pairs(self._training_scenarios[0].deployment),
             action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
             decision_interval_s=config.decision_interval_s,
-            hidden=config.ppo.hidden,
+            hidden=config.settings.hidden,
+            network=config.settings.network,
             weights_sha256="",
             steps=steps,
             reward=config.reward,
-            trained_on=tuple(
-                TrainedOn(name=s.name, hash=s.hash, weight=given.weight, slice=replayed_slice(s))
-                for s, given in zip(self._training_scenarios, config.scenarios, strict=True)
-            ),
+            trained_on=trained_on(config),
             training_seed=config.seed,
             seed_ranges={name: (r.seeds.start, r.seeds.stop) for name, r in seeds.items()},
             validation=validation,
-            versions=versions("torch", "stable-baselines3"),
+            versions=versions(*PACKAGES),
         )
 
     def checkpoint(self) -> Validated:
-        """Save the present policy, validate it, and keep it as `policy.zip` if it is the best so far."""
+        """Save everything, validate the policy, and keep it as `policy.zip` if it is the best so far."""
         steps = int(self.model.num_timesteps)
-        folder = self.out / CHECKPOINTS / f"step_{steps:09d}"
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        save_policy(self.model, self.record(steps, {}), temporary)
-        temporary.rename(folder)
-        self._validated_updates = self.model._n_updates
-        validated = self._validate(steps, folder)
+        progress = Progress(
+            steps=steps,
+            elapsed_s=self.elapsed_s,
+            leg=self._leg,
+            draws=self.envs.draw_states(),
+            stage=self.envs.stage.index,
+        )
+        folder = write_checkpoint(self.model, self.record(steps, {}), self.config.yaml(), progress, self.out)
+        self._saved_updates = self.model._n_updates
+        return self.validate(folder)
+
+    def validate(self, folder: Path) -> Validated:
+        """Validate the checkpoint that is the learner's present state."""
+        validated = self._validated(folder)
         self.validations.append(validated)
-        if self.best is validated:
-            save_policy_copy(folder, self.out, {"chosen": validated.as_json(), **self._validation_facts()})
-        write_json(self.out / "validation.json", [v.as_json() for v in self.validations])
+        write_json(self.out / VALIDATIONS, [v.as_json() for v in self.validations])
+        self.keep_best()
+        self.notes.dump(validated.steps)
         return validated
+
+    def keep_best(self) -> None:
+        """Make the best policy so far the run's own, unless it is so already."""
+        best = self.best
+        kept = self.out / POLICY_FILE
+        if kept.is_file() and (self.out / RECORD_FILE).is_file():
+            try:
+                if read_record(kept).steps == best.steps:
+                    return
+            except PrfaasError:
+                pass  # a run that was killed between the two files
+        save_policy_copy(best.folder, self.out, {"chosen": best.as_json(), **self._validation_facts()})
 
     def _validation_facts(self) -> dict[str, Any]:
         seeds = self.config.validation.seeds
@@ -221,8 +291,9 @@ class Run:
             "first_policy_ttft_mean_s": self.validations[0].ttft_mean_s,
         }
 
-    def _validate(self, steps: int, folder: Path) -> Validated:
-        found = validate(folder, self._scenarios, self.config, self._runner)
+    def _validated(self, folder: Path) -> Validated:
+        seeds = self.config.validation.seeds.seeds
+        found = evaluate(folder, self.config, seeds=seeds, split="validation", runner=self._runner)
         means = [found.own(s, 0, "ttft_mean_s").mean for s in range(len(self._labels))]
         ttft = {k: None if math.isnan(v) else v for k, v in zip(self._labels, means, strict=True)}
         first = self.validations[0].ttft_mean_s if self.validations else ttft
@@ -231,13 +302,55 @@ class Run:
             w * _ratio(ttft[label], first[label]) for w, label in zip(weights, self._labels, strict=True)
         ]
         score = sum(ratios) / sum(weights)
-        logger = self.model.logger
+        logger = self.notes
         logger.record(f"{PREFIX}_validation/score", score)
         for label, value in ttft.items():
             if value is None:
                 continue
             logger.record(f"{PREFIX}_validation/ttft_mean_s_{label}", value)
-        return Validated(steps, score, ttft, folder)
+        if self.config.validation.timeline:
+            logger.record(f"{PREFIX}_validation/timeline", timeline_picture(found, self._runner))
+        return Validated(int(self.model.num_timesteps), score, ttft, folder)
+
+    # ------------------------------------------------------------------ learning
+
+    def write_update(self) -> None:
+        """Write what an on-policy update has recorded, at the step of the update; others write by steps."""
+        if not isinstance(self.model, OffPolicyAlgorithm):
+            self.model.logger.dump(self.model.num_timesteps)
+
+    def learn(self, schedule: ScheduleCallback) -> None:
+        """All stages that are not done, until the schedule ends them."""
+        config, model = self.config, self.model
+        scalars = ScalarsCallback(
+            self.codec, self.schema, config.decision_interval_s, config.settings.log_steps
+        )
+        # Off-policy learners would log once per few episodes; the scalars do so by steps (see ScalarsCallback).
+        off_policy = {"log_interval": 2**62} if isinstance(model, OffPolicyAlgorithm) else {}
+        for stage in config.stages():
+            end = 2**62 if stage.end is None else stage.end
+            if model.num_timesteps >= end:
+                continue
+            if stage.index != self.envs.stage.index:
+                self.report.say(f"step {model.num_timesteps:,}: stage {stage.index + 1} begins")
+                model.set_env(self.envs.enter(stage))
+            model.learn(
+                total_timesteps=end - model.num_timesteps,
+                callback=CallbackList([scalars, schedule]),
+                reset_num_timesteps=False,
+                **off_policy,
+            )
+            if schedule.ended:
+                return
+
+
+def trained_on(config: TrainingConfig) -> tuple[TrainedOn, ...]:
+    """Every scenario of the training, those of a curriculum too; weights are those within its stage."""
+    return tuple(
+        TrainedOn(name=s.name, hash=s.hash, weight=given.weight, slice=replayed_slice(s))
+        for stage in reversed(config.stages())
+        for s, given in zip(config.stage_scenarios(stage), stage.scenarios, strict=True)
+    )
 
 
 def _ratio(value: float | None, first: float | None) -> float:
@@ -245,24 +358,24 @@ def _ratio(value: float | None, first: float | None) -> float:
     return 1.0 if value is None or first is None else value / first
 
 
-def scenario_labels(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
-    """Labels as a comparison gives them."""
-    return labels_of(scenarios)
+def timeline_picture(found: Comparison, runner: EpisodeRunner) -> Image:
+    """What the policy does over the first episode of an evaluation, on the first scenario."""
+    from prfaas_trainings.plots import draw_timeline, pyplot
+
+    first = Comparison(**{**vars(found), "scenarios": found.scenarios[:1], "labels": found.labels[:1]})
+    lines = run_timelines(first, [0], runner)[0, 0]
+    png = io.BytesIO()
+    draw_timeline(first, 0, {0: lines}, png)
+    png.seek(0)
+    return Image(pyplot().imread(png), "HWC")
 
 
-def validate(
-    folder: Path, scenarios: Sequence[Scenario], config: TrainingConfig, runner: EpisodeRunner
-) -> Comparison:
-    """A saved policy on the validation seeds, by the code of `prfaas compare` (so its figures are equal)."""
-    row = Row(CANDIDATE, functools.partial(LearnedPolicy, folder / POLICY_FILE))
-    return compare(
-        config.at_decision_interval(scenarios),
-        [row],
-        seeds=config.validation.seeds.seeds,
-        split="validation",
-        runner=runner,
-        engine=config.engine,
-    )
+class _Board(TensorBoardOutputFormat):
+    """TensorBoard's format; what a killed run had written from step `purge_step` on no longer counts."""
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        self.writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+        self._is_closed = False
 
 
 def save_policy_copy(source: Path, target: Path, validation: dict[str, Any]) -> None:
@@ -285,33 +398,36 @@ def write_json(path: Path, content: Any) -> None:
 class ScheduleCallback(BaseCallback):
     """Progress, checkpoints by steps, and the end: by steps, by time, or by Ctrl-C."""
 
-    def __init__(self, run: Run, sign: StopSign, start_s: float) -> None:
+    def __init__(self, run: Run, sign: StopSign) -> None:
         super().__init__()
         self._run = run
         self._sign = sign
-        self._start_s = start_s
         self._limit_s = math.inf if run.config.minutes is None else run.config.minutes * 60.0
-        self._next_checkpoint = run.config.validation.every_steps
+        every = run.config.validation.every_steps
+        self._next_checkpoint = (run.model.num_timesteps // every + 1) * every
         self._rollout_start_s = math.nan
         self._rollout_s = 0.0
-        self._end = False
-        self.stopped = "all steps done"
+        self.ended = False
+        self.stopped = ALL_STEPS
+        run.report.begin(1000 * self._done(run.model.num_timesteps))
 
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._start_s
+    def end(self, why: str) -> None:
+        """End the training after this step."""
+        self.ended, self.stopped = True, why
 
     def _on_rollout_start(self) -> None:
         now_s = time.monotonic()
         if not math.isnan(self._rollout_start_s):
             self._rollout_s = now_s - self._rollout_start_s  # the last rollout with its update
         self._rollout_start_s = now_s
-        set_progress(self._run.model, self._done())
+        set_progress(self._run.model, self._done(self.num_timesteps))
+        self._run.write_update()
         if self.num_timesteps >= self._next_checkpoint:
             self._checkpoint()
             self._rollout_start_s = time.monotonic()
         # A rollout that cannot be finished in time would be thrown away.
-        if self._elapsed_s() + self._rollout_s > self._limit_s:
-            self._end, self.stopped = True, "time is up"
+        if self._run.elapsed_s + self._rollout_s > self._limit_s:
+            self.end("time is up")
 
     def _checkpoint(self) -> None:
         every = self._run.config.validation.every_steps
@@ -324,19 +440,19 @@ class ScheduleCallback(BaseCallback):
 
     def _on_step(self) -> bool:
         if self._sign.is_set:
-            self._end, self.stopped = True, BY_CTRL_C
+            self.end(BY_CTRL_C)
         self._report()
-        return not self._end
+        return not self.ended
 
-    def _done(self) -> float:
-        """Share of the training that is done, 0 to 1."""
+    def _done(self, steps: int) -> float:
+        """Share of the training that is done after these steps, 0 to 1."""
         total = self._run.config.total_steps
-        by_time = self._elapsed_s() / self._limit_s
-        by_steps = self.num_timesteps / total if total is not None else 0.0
+        by_time = self._run.elapsed_s / self._limit_s
+        by_steps = steps / total if total is not None else 0.0
         return min(max(by_time, by_steps), 1.0)
 
     def _report(self) -> None:
-        self._run.report.update(round(1000 * self._done()), f"step {self.num_timesteps:,}")
+        self._run.report.update(round(1000 * self._done(self.num_timesteps)), f"step {self.num_timesteps:,}")
 
 
 def describe(validated: Validated) -> str:
@@ -349,23 +465,6 @@ def describe(validated: Validated) -> str:
 
 
 # ------------------------------------------------------------------------------------------- the call
-
-
-def _end_workers(vec_env: VecEnv) -> None:
-    """End the workers at once; after a failure the usual way would wait for answers that never come."""
-    for process in getattr(vec_env, "processes", []):
-        process.terminate()
-        process.join(timeout=10)
-
-
-def _dead_worker(vec_env: VecEnv) -> str:
-    """Which env worker is gone and how it ended."""
-    for k, process in enumerate(getattr(vec_env, "processes", [])):
-        process.join(timeout=2)
-        if process.exitcode is not None:
-            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
-            return f"env worker {k} ended with {how}"
-    return "an env worker does not answer"
 
 
 def short_run_warning(config: TrainingConfig, scenarios: Sequence[Scenario]) -> str | None:
@@ -381,6 +480,16 @@ def short_run_warning(config: TrainingConfig, scenarios: Sequence[Scenario]) -> 
     )
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint to go on from."""
+
+    folder: Path
+    state: dict[str, Any]
+    progress: Progress
+    validations: list[Validated]
+
+
 def train(
     config: TrainingConfig,
     out: Path,
@@ -389,7 +498,7 @@ def train(
     force: bool = False,
     report: ProgressReport | None = None,
 ) -> TrainingResult:
-    """Train a policy.
+    """Train a policy with one seed (`several.train_all` takes a configuration with several).
 
     Args:
         config: what, on what, for how long.
@@ -403,52 +512,159 @@ def train(
         PrfaasError: a folder in use, scenarios that do not fit together, a worker process that died (what was
             learned by the last checkpoint stays in `out`).
     """
-    start_s = time.monotonic()
     check_out(out, force)
-    scenarios = config.load_scenarios()
-    config.load_scenarios(validation=True)
-    config.at_decision_interval(scenarios)
+    _check_scenarios(config)
     if out.exists():
         shutil.rmtree(out)
     (out / "episodes").mkdir(parents=True)
+    write_whole(out / CONFIG_FILE, config.yaml())
+    return _go(config, out, runner, report or ProgressReport("training", 1000), None)
+
+
+def resume(
+    out: Path,
+    *,
+    runner: EpisodeRunner,
+    trust: bool = False,
+    total_steps: int | None = None,
+    minutes: float | None = None,
+    report: ProgressReport | None = None,
+) -> TrainingResult:
+    """Go on with a run from its newest checkpoint, in the same folder and on the same axis of steps.
+
+    Running episodes are not stored: every env starts a new one, drawn where the last one left off.
+
+    Args:
+        out: the run folder.
+        runner: processes for the validation.
+        trust: take a checkpoint that this user did not write.
+        total_steps: another end than the configuration's, in steps from the start of the run.
+        minutes: another limit of time, earlier legs included.
+        report: progress; made here when not given.
+
+    Raises:
+        PrfaasError: no checkpoint, one that is foreign or broken, other observations than those it was trained on
+            (the fields are named), nothing left to do; and as `train`.
+    """
+    if not (out / MARKER).is_file():
+        raise PrfaasError(f"--resume {out}: holds no {MARKER}; give the folder of a training run")
+    remove_unfinished(out)
+    folder = newest(out, trust)
+    state = read_state(folder)
+    limits = {k: v for k, v in (("total_steps", total_steps), ("minutes", minutes)) if v is not None}
+    config = TrainingConfig.model_validate({**config_of(folder).model_dump(), **limits})
     own = report or ProgressReport("training", 1000)
-    facts: dict[str, Any] = {
+    _check_scenarios(config)
+    _check_record(read_record(folder / POLICY_FILE), config, folder, own)
+    progress = progress_of(state)
+    if config.total_steps is not None and progress.steps >= config.total_steps:
+        raise PrfaasError(
+            f"--resume {out}: all {config.total_steps:,} steps are done; give more with --steps, counted from the start"
+        )
+    if config.minutes is not None and progress.elapsed_s >= config.minutes * 60:
+        raise PrfaasError(
+            f"--resume {out}: its {config.minutes:g} minutes are used up; give more with --minutes, counted from the "
+            "start"
+        )
+    write_whole(out / CONFIG_FILE, config.yaml())
+    validations = _validations(out, progress.steps)
+    return _go(config, out, runner, own, Checkpoint(folder, state, progress, validations))
+
+
+def _check_scenarios(config: TrainingConfig) -> None:
+    for stage in config.stages():
+        config.at_decision_interval(config.stage_scenarios(stage))
+    config.load_scenarios(validation=True)
+
+
+def _check_record(record: PolicyRecord, config: TrainingConfig, folder: Path, report: ProgressReport) -> None:
+    """Refuse a checkpoint of other observations; say what else is different from then."""
+    scenario = config.load_scenarios()[0]
+    pairs = link_pairs(scenario.deployment)
+    for what, difference in (
+        ("telemetry", scenario_schema(scenario).difference(record.telemetry.as_schema())),
+        ("links", link_difference(pairs, pairs if record.links is None else record.links)),
+    ):
+        if difference:
+            raise PrfaasError(
+                f"{folder}: trained on other {what} than its scenarios have with this version: {difference}"
+            )
+    now = versions(*PACKAGES)
+    other = [
+        f"{name} {was} (now {now.get(name)})" for name, was in record.versions.items() if now.get(name) != was
+    ]
+    if other:
+        report.say(f"note: the checkpoint was written with {', '.join(other)}")
+    for was, is_now in zip(record.trained_on, trained_on(config), strict=False):
+        if was.hash != is_now.hash:
+            report.say(
+                f"note: scenario {was.name} is not as it was: its hash was {was.hash}, now {is_now.hash}"
+            )
+
+
+def _validations(out: Path, steps: int) -> list[Validated]:
+    """What was validated up to a step."""
+    path = out / VALIDATIONS
+    if not path.is_file() and steps == 0:
+        return []  # killed before the first one
+    try:
+        stored = [Validated.of_json(entry, out) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PrfaasError(f"{path}: is not a list of validations: {error}") from None
+    return [v for v in stored if v.steps <= steps and v.folder.is_dir()]
+
+
+def _facts(config: TrainingConfig, start: Checkpoint | None) -> dict[str, Any]:
+    training = config.training_seeds
+    return {
         "command": "prfaas train",
         "name": config.name,
-        "versions": versions("torch", "stable-baselines3", "tensorboard"),
-        "scenarios": [{"name": s.name, "hash": s.hash} for s in scenarios],
+        "algorithm": config.algorithm,
+        "versions": versions(*PACKAGES),
+        "scenarios": [{"name": s.name, "hash": s.hash} for s in config.load_scenarios()],
         "seeds": {
             "learning": config.seed,
-            "training": [
-                config.training_seeds.first,
-                config.training_seeds.first + config.training_seeds.count,
-            ],
+            "training": [training.first, training.first + training.count],
             "validation": list(config.validation.seeds.seeds),
         },
+        "resumed_at": None if start is None else start.progress.steps,
         "config": config.model_dump(mode="json"),
     }
+
+
+def _go(
+    config: TrainingConfig, out: Path, runner: EpisodeRunner, report: ProgressReport, start: Checkpoint | None
+) -> TrainingResult:
+    """The one loop of a training, from the start or from a checkpoint."""
+    facts = _facts(config, start)
     write_json(out / MARKER, {**facts, "status": "running"})
-    write_whole(out / "config.yaml", config.yaml())
-    warning = short_run_warning(config, scenarios)
+    warning = short_run_warning(config, config.load_scenarios())
     if warning is not None:
-        own.say(f"note: {warning}")
-    warm_up(scenarios[0], config.engine)
-    vec_env = make_vec_env(config, out / "episodes")
+        report.say(f"note: {warning}")
+    warm_up(config.load_scenarios()[0], config.engine)
+    again = f"go on with: prfaas train --resume {out}"
+    envs = None
     try:
-        with stop_on_ctrl_c(own) as sign:
-            run = Run(config, out, vec_env, runner, own)
-            schedule = _learn(run, sign, start_s, facts)
+        with stop_on_ctrl_c(report) as sign:
+            leg, steps = (0, 0) if start is None else (start.progress.leg + 1, start.progress.steps)
+            envs = TrainingEnvs(config, out / "episodes", leg, steps)
+            run = Run(config, out, envs, runner, report, start)
+            schedule = _learn(run, sign, facts)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        message = _dead_worker(vec_env)
-        _end_workers(vec_env)
+        message = "an env worker ended while it started" if envs is None else envs.dead_worker()
+        if envs is not None:
+            envs.end()
         write_json(out / MARKER, {**facts, "status": message})
-        raise PrfaasError(f"{message}; what was learned by the last checkpoint is in {out}") from None
+        raise PrfaasError(
+            f"{message}; what was learned by the last checkpoint is in {out}; {again}"
+        ) from None
     except BaseException:
-        _end_workers(vec_env)
+        if envs is not None:
+            envs.end()
         raise
     finally:
-        own.close()
-    vec_env.close()
+        report.close()
+    envs.vec_env.close()
     result = TrainingResult(
         policy=out / POLICY_FILE,
         steps=int(run.model.num_timesteps),
@@ -462,40 +678,43 @@ def train(
             **facts,
             "status": result.stopped,
             "steps": result.steps,
-            "elapsed_s": round(time.monotonic() - start_s, 1),
+            "elapsed_s": round(run.elapsed_s, 1),
             "best": result.best.as_json(),
         },
     )
     return result
 
 
-def _learn(run: Run, sign: StopSign, start_s: float, facts: dict[str, Any]) -> ScheduleCallback:
-    """Validate the first policy, learn, validate the last one."""
+def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
+    """Validate the first policy, learn, save and validate the last one."""
     config, model = run.config, run.model
-    model.set_logger(configure(str(run.out / "tensorboard"), ["tensorboard"]))
     for name, text in (
         ("config", config.yaml()),
         ("versions", json.dumps(facts["versions"], indent=2)),
         ("seeds", json.dumps(facts["seeds"], indent=2)),
         ("scenarios", json.dumps(facts["scenarios"], indent=2)),
     ):
-        model.logger.record(f"run/{name}", f"```\n{text}\n```")
-    first = run.checkpoint()
-    run.report.say(f"first policy (no change): {describe(first)}")
-    schedule = ScheduleCallback(run, sign, start_s)
-    scalars = ScalarsCallback(run.codec, run.schema, config.decision_interval_s)
-    if not sign.is_set:
-        model.learn(
-            total_timesteps=config.total_steps if config.total_steps is not None else 2**62,
-            callback=CallbackList([scalars, schedule]),
-            reset_num_timesteps=False,
+        run.notes.record(f"run/{name}", f"```\n{text}\n```")
+    run.notes.dump(model.num_timesteps)
+    if model.num_timesteps == 0 and not run.validations and not step_folder(run.out, 0).is_dir():
+        run.report.say(f"first policy (no change): {describe(run.checkpoint())}")
+    elif not any(v.steps == model.num_timesteps for v in run.validations):
+        # killed between the checkpoint and its validation
+        run.report.say(
+            f"step {model.num_timesteps:,}: {describe(run.validate(step_folder(run.out, model.num_timesteps)))}"
         )
     else:
-        schedule.stopped = BY_CTRL_C
+        run.report.say(f"going on at step {model.num_timesteps:,}")
+        run.keep_best()
+    schedule = ScheduleCallback(run, sign)
+    if sign.is_set:
+        schedule.end(BY_CTRL_C)
+    else:
+        run.learn(schedule)
+    run.write_update()
     if run.changed:
         last = run.checkpoint()
         run.report.say(f"last policy, step {last.steps:,}: {describe(last)}")
-    model.logger.dump(model.num_timesteps)
     model.logger.close()
     return schedule
 
