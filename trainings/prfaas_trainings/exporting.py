@@ -15,7 +15,7 @@ from prfaas_env.base import PrfaasError
 from prfaas_env.bundle_manifest import MANIFEST_FILE, BundleManifest
 from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.folders import check_folder, whole_folder
-from prfaas_trainings.results import MARKER as METRICS
+from prfaas_trainings.results import METRICS
 
 
 def _run_config(file: Path, record: PolicyRecord) -> TrainingConfig | None:
