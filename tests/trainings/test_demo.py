@@ -25,7 +25,7 @@ def test_quick_demo(run: Callable[..., str], tmp_path: Path) -> None:
     text = run("demo", "--quick", "--out", str(out))
     names = {p.name for p in out.iterdir()}
     assert names == {
-        "demo.json", "metrics.json", "results.csv", "policy.zip", "policy.json", "training",
+        "demo.json", "metrics.json", "curves.json", "results.csv", "policy.zip", "policy.json", "training",
         "ttft_cdf_drift.png", "ttft_cdf_mooncake.png", "timeline_drift.png", "timeline_mooncake.png",
     }  # fmt: skip
     assert [p.name for p in out.parent.iterdir()] == ["demo"]
