@@ -83,6 +83,39 @@ def parse_bps(value: Any) -> Any:
 #: A rate in bit/s; accepts texts with a unit.
 Bps = Annotated[float, BeforeValidator(parse_bps)]
 
+_BYTE_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def parse_bytes(value: Any) -> Any:
+    """Whole bytes from a number or a text such as "256 GB" (powers of 1000) or "2 TiB" (powers of 1024)."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z]*)\s*", value)
+    hint = "write a number of bytes or a text like '256 GB' or '2 TiB'"
+    if match is None:
+        raise ValueError(f"not a number of bytes: {value!r}; {hint}")
+    text, unit = match.groups()
+    if unit and unit not in _BYTE_UNITS:
+        raise ValueError(f"unknown unit {unit!r} in {value!r}; allowed: {', '.join(_BYTE_UNITS)}")
+    try:
+        return float(text) * _BYTE_UNITS.get(unit, 1)
+    except ValueError:
+        raise ValueError(f"not a number of bytes: {value!r}; {hint}") from None
+
+
+#: Whole bytes; accepts texts with a unit.
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
 #: Longest time that anything may name: far beyond any use, far within what int64 nanoseconds hold.
 MAX_S = 1e9
 Seconds = Annotated[float, Field(ge=0, le=MAX_S)]

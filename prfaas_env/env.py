@@ -20,7 +20,7 @@ from prfaas_env.rewards import reward_terms
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
 from prfaas_env.simulator.formulas import ns_from_s
-from prfaas_env.simulator.records import Totals
+from prfaas_env.simulator.records import Totals, prefix_info
 from prfaas_env.simulator.run import EpisodeRun
 from prfaas_env.simulator.world import World, draw_world, scenario_schema
 from prfaas_env.sites import link_pairs
@@ -323,6 +323,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
             "conversions": totals.conversions,
             "invalid_moves": totals.invalid_moves,
             "egress_bits": sum(totals.egress_bits),
+            **(prefix_info(totals) if self.scenario.prefix_pool is not None else {}),
             "clipped": self._clipped,
             "action_mask": self.action_masks(),
         }

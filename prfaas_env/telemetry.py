@@ -614,9 +614,12 @@ class DoorMeter:
     def _row(self, time_ns: int) -> int:
         return ring_row(self.stamps, 0, self.table, 0, N_DOOR_COLUMNS, time_ns // NS_PER_S)
 
-    def arrival(self, time_ns: int, incremental_tokens: int, input_tokens: int) -> None:
-        """A request was accepted at the door."""
-        count_arrival(self.table, self._row(time_ns), incremental_tokens, input_tokens)
+    def arrival(
+        self, time_ns: int, incremental_tokens: int, input_tokens: int, hit_tokens: int | None = None
+    ) -> None:
+        """A request was accepted at the door; `hit_tokens` of it need no prefill (default: all but the incremental)."""
+        hit = input_tokens - incremental_tokens if hit_tokens is None else hit_tokens
+        count_arrival(self.table, self._row(time_ns), incremental_tokens, input_tokens, hit)
         self.recent.append(incremental_tokens)
 
     def first_token(self, time_ns: int, ttft_s: float) -> None:
@@ -653,12 +656,14 @@ class DoorMeter:
         return np.array(self.recent, dtype=np.int64)
 
 
-def count_arrival(table: FloatArray, row: int, incremental_tokens: int, input_tokens: int) -> None:
+def count_arrival(
+    table: FloatArray, row: int, incremental_tokens: int, input_tokens: int, hit_tokens: int
+) -> None:
     """Count an accepted request in the row of its second."""
     table[row + _ARRIVALS] += 1
     table[row + _TOKENS] += incremental_tokens
     table[row + _INPUT_TOKENS] += input_tokens
-    table[row + _HIT_TOKENS] += input_tokens - incremental_tokens
+    table[row + _HIT_TOKENS] += hit_tokens
     table[row + _BINS + length_bin(incremental_tokens)] += 1
 
 

@@ -36,11 +36,13 @@ from prfaas_env.simulator.compiled_engine import (
     moved,
     recent_lengths,
     request_rows,
+    totals_of,
 )
 from prfaas_env.simulator.formulas import FloatArray, IntArray, ns_from_s
 from prfaas_env.simulator.layout import RECORD_COLUMNS, Layout, Sizes, initial_sizes
 from prfaas_env.simulator.metrics import episode_metrics
-from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Totals
+from prfaas_env.simulator.prefix_pool import start_pools
+from prfaas_env.simulator.records import RequestRecords, Totals, prefix_info
 from prfaas_env.simulator.world import World, draw_world, scenario_schema
 from prfaas_env.telemetry import Telemetry
 
@@ -64,13 +66,15 @@ class Batch:
         self.ints = np.zeros((n, self.layout.n_int), dtype=np.int64)
         self.reals = np.zeros((n, self.layout.n_real))
         self.requests = np.zeros((n, 1, L.W_P), dtype=np.int64)
+        self.caches = np.zeros((n, 1), dtype=np.int64)
         self.values = np.zeros((n, fields))
         self.observation = np.zeros((n, fields), dtype=np.float32)
         self.legal = np.zeros((n, 3 * n_pd), dtype=np.int64)
-        self.whole = np.zeros((n, kernel.N_WHOLE_TOTALS + len(REJECT_REASONS)), dtype=np.int64)
+        self.whole = np.zeros((n, kernel.N_ALL_TOTALS), dtype=np.int64)
         self.real = np.zeros((n, 2 * n_link))
         self.clipped = np.zeros(n, dtype=np.int64)
         self._status = np.zeros(n, dtype=np.int64)
+        self._scarce = np.zeros((n, n_pd), dtype=np.int64)
         self._pool = ThreadPoolExecutor(2) if n >= THREADS_FROM else None
 
     def _set_layout(self, layout: Layout) -> None:
@@ -97,6 +101,12 @@ class Batch:
             wider = np.zeros((self.n, len(rows) + len(rows) // 8, L.W_P), dtype=np.int64)
             wider[:, : self.requests.shape[1]] = self.requests
             self.requests = wider
+        caches = start_pools(world)
+        if len(caches) > self.caches.shape[1]:
+            more = np.zeros((self.n, len(caches) + len(caches) // 8), dtype=np.int64)
+            more[:, : self.caches.shape[1]] = self.caches
+            self.caches = more
+        self.caches[e, : len(caches)] = caches
         self.worlds[e] = world
         self.ints[e], self.reals[e] = self._start
         self.requests[e, : len(rows)] = rows
@@ -117,9 +127,20 @@ class Batch:
     # ------------------------------------------------------------------ stepping
 
     def step(
-        self, task: IntArray, until_ns: IntArray, by_margin: bool, value: FloatArray, move: IntArray
+        self,
+        task: IntArray,
+        until_ns: IntArray,
+        by_margin: bool,
+        value: FloatArray,
+        move: IntArray,
+        abundant: IntArray | None = None,
     ) -> None:
-        """`kernel.step_many` on all envs, in two threads where they help; arrays grow as needed."""
+        """`kernel.step_many` on all envs, in two threads where they help; arrays grow as needed.
+
+        The cache rule is scarce unless `abundant` says otherwise: it is not in the action space.
+        """
+        if abundant is None:
+            abundant = self._scarce
         room = self.layout.n_pd + 1
         if self.ints[:, L.HEAP_N].max() + room > self.layout.sizes.heap and task.any():
             self._grow(kernel.GROW_HEAP)
@@ -127,8 +148,8 @@ class Batch:
         while True:
             self._status[:] = kernel.RAN
             cuts = [0, self.n] if self._pool is None else [0, self.n // 2, self.n]
-            state = (self.ints, self.reals, self.requests)
-            orders = (task, until_ns, int(by_margin), value, move, self.schema.scales)
+            state = (self.ints, self.reals, self.caches, self.requests)
+            orders = (task, until_ns, int(by_margin), value, move, abundant, self.schema.scales)
             results = (self.values, self.observation, self.legal, self.whole, self.real, self.clipped)
             calls = [(*state, a, b, *orders, *results, self._status) for a, b in pairwise(cuts)]
             if self._pool is None:
@@ -151,22 +172,11 @@ class Batch:
 
     def totals(self) -> Totals:
         """`Totals` whose numbers are arrays over the envs, as of the last step."""
-        n = self.layout.n_link
-        split = kernel.N_WHOLE_TOTALS
-        return Totals._make(
-            (
-                *self.whole[:, :split].T.copy(),
-                tuple(self.real[:, :n].T.copy()),
-                tuple(self.real[:, n:].T.copy()),
-                tuple(self.whole[:, split:].T.copy()),
-            )
-        )
+        return totals_of([*self.whole.T.copy()], [*self.real.T.copy()], self.layout.n_link)
 
     def totals_of(self, e: int) -> Totals:
         """`Totals` of one env, as of the last step."""
-        n, split = self.layout.n_link, kernel.N_WHOLE_TOTALS
-        whole, real = self.whole[e].tolist(), self.real[e].tolist()
-        return Totals._make((*whole[:split], tuple(real[:n]), tuple(real[n:]), tuple(whole[split:])))
+        return totals_of(self.whole[e].tolist(), self.real[e].tolist(), self.layout.n_link)
 
     def telemetry_of(self, e: int) -> Telemetry:
         """The reading of one env (for policies; the batch itself needs none)."""
@@ -469,6 +479,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         reference = self._reference
         assert reference is not None
         value, move = np.zeros_like(self._decision[0]), self._decision[1].copy()
+        abundant = np.zeros_like(move)
         by_margin = False
         for e in np.flatnonzero(live).tolist():
             decision = reference.policies[e].decide(reference.batch.telemetry_of(e))
@@ -477,9 +488,10 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
                 chosen = cluster.margin_s if by_margin else cluster.threshold_tokens
                 value[e, pd] = chosen if chosen is not None else 0.0
                 move[e, pd] = int(cluster.move)
+                abundant[e, pd] = int(cluster.cache_rule == "abundant")
         before = reference.totals
         task = np.where(live, kernel.DECIDE, kernel.SKIP)
-        reference.batch.step(task, until_ns, by_margin, value, move)
+        reference.batch.step(task, until_ns, by_margin, value, move, abundant)
         reference.totals = reference.batch.totals()
         terms = self._terms(self.scenario.reward, before, reference.totals)
         out: FloatArray = -np.sum(np.array(list(terms.values())), axis=0)
@@ -498,6 +510,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             "conversions": t.conversions,
             "invalid_moves": t.invalid_moves,
             "egress_bits": sum(t.egress_bits, start=np.zeros(self.num_envs)),
+            **(prefix_info(t) if self.scenario.prefix_pool is not None else {}),
             "clipped": self._clips.copy(),
             "action_mask": self.action_masks(),
         }

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
+from prfaas_baselines.parameters import cache_rule as checked_rule
 from prfaas_baselines.parameters import knob, number, parameter_table, parameters_from
 from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for
 from prfaas_env.decision import ClusterDecision, Decision, Move
@@ -19,20 +20,23 @@ class EarliestFinish:
 
     Args:
         margin_s: seconds by which the remote path must be ahead (negative: may be behind); may be infinite.
+        cache_rule: `scarce` or `abundant` (paper section 3.4.3), for the whole episode.
 
     Raises:
-        PrfaasError: a margin that is not a number.
+        PrfaasError: a margin that is not a number, an unknown rule.
     """
 
     constant = True
 
-    def __init__(self, margin_s: float = 0.0) -> None:
+    def __init__(self, margin_s: float = 0.0, cache_rule: str = "scarce") -> None:
         self._margin_s = number("earliest_finish", "margin_s", margin_s, -math.inf, "seconds")
+        self._rule = checked_rule("earliest_finish", cache_rule)
         self._decision = Decision(())
 
     def reset(self, context: PolicyContext) -> None:
         """Take the number of PD clusters."""
-        self._decision = Decision.same(len(context.scenario.deployment.pd), margin_s=self._margin_s)
+        n_pd = len(context.scenario.deployment.pd)
+        self._decision = Decision.same(n_pd, margin_s=self._margin_s, cache_rule=self._rule)
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """The same margin every time; the prediction itself is made at each arrival."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from pydantic import Field, ValidationError
 
 from prfaas_env.base import Frozen, PrfaasError, first_error
+from prfaas_env.decision import CacheRule
 
 P = TypeVar("P", bound=Frozen)
 
@@ -52,6 +53,20 @@ def number(policy: str, name: str, value: object, low: float, unit: str) -> floa
         return float(value)
     raise PrfaasError(
         f"policy {policy!r}: {name} is {value!r}; allowed: a number of {unit} from {low:g} to inf"
+    )
+
+
+def cache_rule(policy: str, value: object) -> CacheRule:
+    """The paper's cache rule by name.
+
+    Raises:
+        PrfaasError: one line with what was found and what is allowed.
+    """
+    for known in get_args(CacheRule):
+        if value == known:
+            return cast(CacheRule, known)
+    raise PrfaasError(
+        f"policy {policy!r}: cache_rule is {value!r}; allowed: {', '.join(get_args(CacheRule))}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from prfaas_env.base import MAX_S, Bps, Frozen, PrfaasError, Seconds
+from prfaas_env.base import MAX_S, Bps, Bytes, Frozen, PrfaasError, Seconds, Tokens
 from prfaas_env.profiles.catalogue import ModelProfile, load_model
 from prfaas_env.profiles.latency import HardwareProfile
 from prfaas_env.scenarios.faults import Faults
@@ -21,6 +21,8 @@ from prfaas_env.workload.traces import trace_digest
 #: Most instances of one cluster and most clusters or links of one kind (event keys hold no more).
 MAX_INSTANCES = 16_000
 MAX_CLUSTERS = 120
+#: Largest capacity of one cluster's prefix pool.
+MAX_POOL_BYTES = 1 << 60
 
 
 class PrfaasCluster(Frozen):
@@ -229,6 +231,37 @@ class Transport(Frozen):
         return chain
 
 
+class PrefixPool(Frozen):
+    """Prefix cache pool of every cluster (paper section 3.2); the block size is that of the workload's prefix data."""
+
+    prfaas_capacity_bytes: Bytes | None = Field(
+        ge=0, le=MAX_POOL_BYTES, description="bytes per PrfaaS cluster; null = no limit"
+    )
+    pd_capacity_bytes: Bytes | None = Field(
+        ge=0, le=MAX_POOL_BYTES, description="bytes per PD cluster; null = no limit"
+    )
+    checkpoints: Literal["end_of_prompt", "every_n_tokens", "none"] = Field(
+        default="end_of_prompt",
+        description="where a model with recurrent state or windows leaves checkpoints it can go on from",
+    )
+    checkpoint_every_tokens: Tokens | None = Field(
+        default=None, description="for every_n_tokens: distance of checkpoints, a whole multiple of the block"
+    )
+    metadata_age_s: Seconds = Field(
+        default=0.0,
+        description="routing sees the pools as they were at the last multiple of this; 0 = as they are",
+    )
+
+    @model_validator(mode="after")
+    def _distance(self) -> Self:
+        if (self.checkpoints == "every_n_tokens") != (self.checkpoint_every_tokens is not None):
+            raise ValueError(
+                f"checkpoint_every_tokens goes with checkpoints: every_n_tokens and with no other rule; found "
+                f"{self.checkpoint_every_tokens} with {self.checkpoints}"
+            )
+        return self
+
+
 class Conversion(Frozen):
     """What a change of role costs."""
 
@@ -326,6 +359,9 @@ class Scenario(Frozen):
     admission: Admission = Admission()
     measure: Measure = Measure()
     reward: RewardSettings = RewardSettings()
+    prefix_pool: PrefixPool | None = Field(
+        default=None, description="prefix caches; null = none, every prompt counts as new"
+    )
 
     @field_validator("model", mode="before")
     @classmethod
@@ -348,6 +384,15 @@ class Scenario(Frozen):
                 raise ValueError(
                     f"deployment: pd cluster {pd.name!r}: hardware {pd.hardware!r} has no decode profile"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pool_has_a_unit(self) -> Self:
+        if self.prefix_pool is not None and self.model.kv.bytes_per_token == 0:
+            raise ValueError(
+                f"prefix_pool: its unit is one block of attention KV, but model {self.model.name!r} has none "
+                "(kv.bytes_per_token is 0)"
+            )
         return self
 
     def _check_faults(self) -> None:
@@ -384,6 +429,8 @@ class Scenario(Frozen):
             PrfaasError: the file cannot be read.
         """
         content = self.model_dump(mode="json", exclude={"name", "description"})
+        if self.prefix_pool is None:
+            del content["prefix_pool"]  # a scenario without one keeps the hash of before there were any
         if isinstance(self.workload, TraceWorkload):
             content["workload"]["file"] = trace_digest(self.workload.file)
         elif isinstance(self.workload.arrivals, ProfileArrivals):

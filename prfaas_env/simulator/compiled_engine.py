@@ -18,9 +18,13 @@ from prfaas_env.simulator import layout as L
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, IntArray
 from prfaas_env.simulator.jit import compile_functions
 from prfaas_env.simulator.layout import RECORD_COLUMNS, Layout, Sizes, initial_sizes
-from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Totals
+from prfaas_env.simulator.prefix_pool import start_pools
+from prfaas_env.simulator.records import RequestRecords, Totals
 from prfaas_env.simulator.world import World
 from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry, encode_values
+
+#: Z, F, P and C of one env.
+State = tuple[IntArray, FloatArray, IntArray, IntArray]
 
 _LOCK = threading.Lock()
 #: Rare on the way of a request, so they stay calls: smaller code, quicker to compile.
@@ -46,6 +50,15 @@ _OUT_OF_LINE = frozenset(
         "read_site",
         "read_pool",
         "read_link",
+        "cached_blocks",
+        "pin_prefix",
+        "unpin_prefix",
+        "store_prefix",
+        "hold",
+        "claim_prefix",
+        "copy_first",
+        "copy_arrives",
+        "seen_prefix",
     }
 )
 _ENTRIES = (
@@ -80,6 +93,7 @@ class CompiledSnapshot:
     ints: IntArray
     reals: FloatArray
     requests: IntArray
+    caches: IntArray
 
 
 class CompiledEngine:
@@ -96,13 +110,14 @@ class CompiledEngine:
         self._ints, self._reals = self._layout.start()
         load_world(world, self._layout, self._ints, self._reals)
         self._requests = request_rows(world)
+        self._caches = start_pools(world)
         self._conversion_ns = int(self._ints[L.CONVERSION_NS])
         self._functions["begin"](self._ints, self._requests)
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
         self._n_fields = len(self.world.schema)
-        self._whole = np.zeros(kernel.N_WHOLE_TOTALS + len(REJECT_REASONS), dtype=np.int64)
+        self._whole = np.zeros(kernel.N_ALL_TOTALS, dtype=np.int64)
         self._real = np.zeros(2 * layout.n_link)
         self._legal = np.zeros(3 * layout.n_pd, dtype=np.int64)
 
@@ -150,7 +165,9 @@ class CompiledEngine:
 
     def _run(self, until_ns: int, to_end: bool) -> None:
         while True:
-            status = self._functions["run"](self._ints, self._reals, self._requests, until_ns, to_end)
+            status = self._functions["run"](
+                self._ints, self._reals, self._caches, self._requests, until_ns, to_end
+            )
             if status == kernel.RAN:
                 return
             self._grow(status)
@@ -176,11 +193,8 @@ class CompiledEngine:
 
     def totals(self) -> Totals:
         """Cumulative figures now."""
-        n = self._layout.n_link
-        self._functions["read_totals"](self._ints, self._reals, self._whole, self._real)
-        whole, real = self._whole.tolist(), self._real.tolist()
-        split = kernel.N_WHOLE_TOTALS
-        return Totals._make((*whole[:split], tuple(real[:n]), tuple(real[n:]), tuple(whole[split:])))
+        self._functions["read_totals"](self._ints, self._reals, self._caches, self._whole, self._real)
+        return totals_of(self._whole.tolist(), self._real.tolist(), self._layout.n_link)
 
     def telemetry(self) -> Telemetry:
         """What a scheduler can see now."""
@@ -222,32 +236,48 @@ class CompiledEngine:
                 spares planners that branch at every decision most of the cost.
         """
         if into is None or into.world is not self.world or into.sizes != self._layout.sizes:
+            ints, reals, requests, caches = self._state()
             return CompiledSnapshot(
-                self.world, self._layout.sizes, self._ints.copy(), self._reals.copy(), self._requests.copy()
+                self.world, self._layout.sizes, ints.copy(), reals.copy(), requests.copy(), caches.copy()
             )
-        _copy_state((self._ints, self._reals, self._requests), (into.ints, into.reals, into.requests))
+        _copy_state(self._state(), (into.ints, into.reals, into.requests, into.caches))
         return into
+
+    def _state(self) -> State:
+        return self._ints, self._reals, self._requests, self._caches
 
     def restore(self, snapshot: CompiledSnapshot) -> None:
         """Return to a snapshot; the snapshot stays as it is."""
         if snapshot.world is self.world and snapshot.sizes == self._layout.sizes:
-            _copy_state(
-                (snapshot.ints, snapshot.reals, snapshot.requests), (self._ints, self._reals, self._requests)
-            )
+            _copy_state((snapshot.ints, snapshot.reals, snapshot.requests, snapshot.caches), self._state())
             return
         self.world = snapshot.world
         self._use(Layout(snapshot.world.scenario, snapshot.sizes))
         self._ints, self._reals = snapshot.ints.copy(), snapshot.reals.copy()
-        self._requests = snapshot.requests.copy()
+        self._requests, self._caches = snapshot.requests.copy(), snapshot.caches.copy()
 
 
-def _copy_state(
-    source: tuple[IntArray, FloatArray, IntArray], target: tuple[IntArray, FloatArray, IntArray]
-) -> None:
+def totals_of(whole: list[Any], real: list[Any], n_links: int) -> Totals:
+    """`Totals` from what `kernel.read_totals` writes (N_ALL_TOTALS and 2 n_links values, or rows of them)."""
+    split = kernel.N_WHOLE_TOTALS
+    prefix = split + kernel.N_REASONS
+    return Totals._make(
+        (
+            *whole[:split],
+            tuple(real[:n_links]),
+            tuple(real[n_links:]),
+            tuple(whole[split:prefix]),
+            tuple(whole[prefix:]),
+        )
+    )
+
+
+def _copy_state(source: State, target: State) -> None:
     """Overwrite one state of a world with another. Requests that have arrived in neither are the same in both."""
     touched = max(int(source[0][L.NEXT_ARRIVAL]), int(target[0][L.NEXT_ARRIVAL]))
     target[0][:], target[1][:] = source[0], source[1]
     target[2][:touched] = source[2][:touched]
+    target[3][:] = source[3]
 
 
 def bigger(sizes: Sizes, status: int) -> Sizes:
@@ -277,6 +307,7 @@ def request_rows(world: World) -> IntArray:
     rows[:n, L.P_PD] = world.pd_of
     rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
     rows[:, L.P_PRFAAS] = -1
+    rows[:n, L.P_HAD] = table.cached_tokens
     if world.give_up_ns is not None:
         rows[:n, L.P_GIVE_UP] = world.give_up_ns
         rows[:n, L.P_GIVE_UP_WHO] = np.lexsort((np.arange(n), world.pd_of, world.give_up_ns))

@@ -3,7 +3,7 @@
 It does what `simpy_engine` does, in the same order and with the same formulas; read that one first. Interpreted,
 these functions give the same results, only slowly.
 
-Arguments everywhere: `Z` whole numbers, `F` reals, `P` requests (see `layout`).
+Arguments everywhere: `Z` whole numbers, `F` reals, `P` requests (see `layout`), `C` caches (see `prefix_pool`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from prfaas_env.decision import legal_moves, offload_by_margin, offload_by_threshold
 from prfaas_env.prediction import path_first_token_s
 from prfaas_env.simulator import layout as L
+from prfaas_env.simulator import prefix_pool as X
 from prfaas_env.simulator.events import (
     ATTEMPT_BITS,
     CLUSTER_BITS,
@@ -50,6 +51,17 @@ from prfaas_env.simulator.formulas import (
     virtual_when,
     water_level_bps,
 )
+from prfaas_env.simulator.kernel_prefix import claim_prefix, seen_prefix, seen_tokens
+from prfaas_env.simulator.prefix_pool import (
+    copy_ended,
+    copying,
+    forget,
+    handed_over,
+    hold,
+    prefill_ended,
+    release,
+)
+from prfaas_env.simulator.records import PREFIX_COUNTERS, REJECT_REASONS
 from prfaas_env.telemetry import (
     LINK_FIELDS,
     LINK_INDEX,
@@ -336,12 +348,17 @@ def door_row(Z: IntArray, F: FloatArray, pd: int, now: int) -> int:
 # ------------------------------------------------------------------ routing
 
 
-def predict_s(Z: IntArray, F: FloatArray, pd: int, k: int, new_tokens: int, cached_tokens: int) -> float:
-    """Predicted first-token time over link k, or locally (k < 0), in seconds from now."""
+def predict_s(
+    Z: IntArray, F: FloatArray, pd: int, k: int, new_tokens: int, cached_tokens: int, had_tokens: int
+) -> float:
+    """Predicted first-token time over link k, or locally (k < 0), in seconds from now.
+
+    The decode side has `had_tokens` of the context already.
+    """
     now = Z[L.NOW]
     site = Z[L.O_PD] + pd * L.W_PD
     real = Z[L.OF_PD] + pd * L.WF_PD
-    n_bytes = transfer_bytes(Z, new_tokens)
+    n_bytes = transfer_bytes(Z, new_tokens + cached_tokens - had_tokens)
     backlog_bits = 0.0
     observed_bps = math.inf
     if k < 0:
@@ -374,25 +391,43 @@ def predict_s(Z: IntArray, F: FloatArray, pd: int, k: int, new_tokens: int, cach
     )
 
 
-def best_link(Z: IntArray, F: FloatArray, pd: int, new_tokens: int, cached_tokens: int) -> tuple[int, float]:
-    """(link with the earliest predicted finish, that prediction); the lowest on a tie."""
+def best_link(
+    Z: IntArray,
+    F: FloatArray,
+    C: IntArray,
+    P: IntArray,
+    pd: int,
+    r: int,
+    context_tokens: int,
+    cached_tokens: int,
+    had_tokens: int,
+) -> tuple[int, float]:
+    """(link with the earliest predicted finish, that prediction); the lowest on a tie.
+
+    Each cluster counts `cached_tokens`, or with -1 what it is seen to have cached of request r.
+    """
     at = Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)
     best = Z[at]
     best_s = math.inf
     for n in range(Z[Z[L.O_PD] + pd * L.W_PD + L.D_N_LINKS]):
         k = Z[at + n]
-        predicted_s = predict_s(Z, F, pd, k, new_tokens, cached_tokens)
+        cached = cached_tokens
+        if cached < 0:
+            cached = seen_tokens(Z, C, P, Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL], r, context_tokens)
+        predicted_s = predict_s(Z, F, pd, k, context_tokens - cached, cached, had_tokens)
         if predicted_s < best_s:
             best = k
             best_s = predicted_s
     return best, best_s
 
 
-def route(Z: IntArray, F: FloatArray, pd: int, new_tokens: int, cached_tokens: int) -> int:
+def route(
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pd: int, r: int, input_tokens: int, incremental: int
+) -> int:
     """Link to go over, or -1 for local prefill."""
     if Z[Z[L.O_PD] + pd * L.W_PD + L.D_N_LINKS] == 0:
         return -1
-    k = chosen_link(Z, F, pd, new_tokens, cached_tokens)
+    k = chosen_link(Z, F, C, P, pd, r, input_tokens, incremental)
     return k if k < 0 else alive(Z, pd, k)
 
 
@@ -405,20 +440,25 @@ def alive(Z: IntArray, pd: int, k: int) -> int:
     return -1 if Z[local + L.Q_ACTIVE] > 0 else k
 
 
-def chosen_link(Z: IntArray, F: FloatArray, pd: int, new_tokens: int, cached_tokens: int) -> int:
+def chosen_link(
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pd: int, r: int, input_tokens: int, incremental: int
+) -> int:
     """What the decision in force says: a link or -1; a link where there is no local prefill."""
     site = Z[L.O_PD] + pd * L.W_PD
     n_links = Z[site + L.D_N_LINKS]
     forced = Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] == 0
     value = F[Z[L.OF_PD] + pd * L.WF_PD + L.DF_VALUE]
-    if Z[site + L.D_BY_MARGIN] == 0:
-        if not (forced or offload_by_threshold(new_tokens, value)):
+    by_margin = Z[site + L.D_BY_MARGIN] != 0
+    if not by_margin:
+        if not (forced or offload_by_threshold(incremental, value)):
             return -1
         if n_links == 1:
             return Z[Z[L.O_LINKS_OF_PD] + pd * max(Z[L.N_LINK], 1)]
-        return best_link(Z, F, pd, new_tokens, cached_tokens)[0]
-    k, remote_s = best_link(Z, F, pd, new_tokens, cached_tokens)
-    local_s = predict_s(Z, F, pd, -1, new_tokens, cached_tokens)
+    own = seen_tokens(Z, C, P, Z[site + L.D_POOL], r, input_tokens)
+    k, remote_s = best_link(Z, F, C, P, pd, r, input_tokens, -1, own)
+    if not by_margin:
+        return k
+    local_s = predict_s(Z, F, pd, -1, input_tokens - own, own, own)
     if forced or offload_by_margin(remote_s, local_s, value):
         return k
     return -1
@@ -437,16 +477,15 @@ def refusal(Z: IntArray, pd: int, k: int, input_tokens: int) -> int:
     return -1
 
 
-def arrive(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
+def arrive(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
     """A request at the door: route it, refuse it or queue it."""
     now = Z[L.NOW]
     pd = P[r, L.P_PD]
     input_tokens = P[r, L.P_INPUT]
-    cached_tokens = 0  # no prefix pool in this world
-    incremental = input_tokens - cached_tokens
+    incremental = input_tokens - seen_prefix(Z, C, P, pd, r, input_tokens)
     Z[L.ARRIVED] += 1
     P[r, L.P_INCREMENTAL] = incremental
-    k = route(Z, F, pd, incremental, cached_tokens)
+    k = route(Z, F, C, P, pd, r, input_tokens, incremental)
     reason = refusal(Z, pd, k, input_tokens)
     row = door_row(Z, F, pd, now)
     if reason >= 0:
@@ -456,7 +495,13 @@ def arrive(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
         count_rejection(F, row)
         return
     P[r, L.P_STATUS] = OPEN
-    count_arrival(F, row, incremental, input_tokens)
+    cached_tokens = P[r, L.P_HAD]
+    copy_link = -1
+    copied_tokens = 0
+    if C[X.ON] != 0:
+        cached_tokens, copy_link, copied_tokens = claim_prefix(Z, C, P, pd, r, k)
+        P[r, L.P_INCREMENTAL] = input_tokens - cached_tokens
+    count_arrival(F, row, incremental, input_tokens, cached_tokens)
     site = Z[L.O_PD] + pd * L.W_PD
     recent = Z[site + L.D_RECENT_AT]
     Z[Z[L.O_RECENT] + pd * RECENT_LENGTHS + recent] = incremental
@@ -467,7 +512,36 @@ def arrive(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
     if k >= 0:
         Z[L.REMOTE] += 1
         P[r, L.P_PRFAAS] = Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
-    start_attempt(Z, F, P, r, 1, incremental, cached_tokens, P[r, L.P_OUTPUT], k)
+    if copy_link >= 0:
+        copy_first(Z, F, P, r, copy_link, copied_tokens)
+    else:
+        start_attempt(Z, F, P, r, 1, input_tokens - cached_tokens, cached_tokens, P[r, L.P_OUTPUT], k)
+
+
+def copy_first(Z: IntArray, F: FloatArray, P: IntArray, r: int, k: int, tokens: int) -> None:
+    """Send a cached prefix over link k before the prefill of request r (abundant rule, paper 5.1)."""
+    n_bytes = transfer_bytes(Z, tokens)
+    P[r, L.P_BYTES] = n_bytes
+    P[r, L.P_SENT_BYTES] += n_bytes
+    P[r, L.P_LINK] = k
+    P[r, L.P_OPENED] = -1
+    Z[Z[L.O_LINK] + k * L.W_LINK + L.K_PENDING_BITS] += n_bytes * BITS_PER_BYTE
+    open_when_ready(Z, F, P, k, r)
+
+
+def copy_arrives(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
+    """A copied prefix is there: queue the first attempt."""
+    pd = P[r, L.P_PD]
+    copy_ended(C, r, Z[L.NOW])
+    input_tokens = P[r, L.P_INPUT]
+    new_tokens = P[r, L.P_INCREMENTAL]
+    # whoever was to prefill it may be gone meanwhile
+    k = (
+        alive(Z, pd, P[r, L.P_LINK])
+        if P[r, L.P_ROUTE] == REMOTE_ROUTE
+        else retry_link(Z, F, C, P, r, new_tokens)
+    )
+    start_attempt(Z, F, P, r, 1, new_tokens, input_tokens - new_tokens, P[r, L.P_OUTPUT], k)
 
 
 def start_attempt(
@@ -486,7 +560,7 @@ def start_attempt(
     pool = Z[Z[L.O_PD] + pd * L.W_PD + L.D_POOL] if k < 0 else Z[Z[L.O_LINK] + k * L.W_LINK + L.K_POOL]
     q = Z[L.O_POOL] + pool * L.W_POOL
     work_ns = ns_from_s(pool_prefill_s(Z, F, q, new_tokens, cached_tokens))
-    n_bytes = transfer_bytes(Z, new_tokens)
+    n_bytes = transfer_bytes(Z, cached_tokens + new_tokens - P[r, L.P_HAD])
     P[r, L.P_ATTEMPTS] = number
     P[r, L.P_WORK_NS] = work_ns
     P[r, L.P_BYTES] = n_bytes
@@ -560,7 +634,7 @@ def set_decode_state(Z: IntArray, inst: int) -> None:
     tree_set(Z, Z[site + L.D_TREE], Z[q + L.Q_LEAVES], leaf, key)
 
 
-def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None:
+def dispatch_prefill(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int) -> None:
     """Give the heads of the queue to idle instances: the fastest, then the lowest number."""
     now = Z[L.NOW]
     q = Z[L.O_POOL] + pool * L.W_POOL
@@ -585,6 +659,8 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None
         Z[i + L.I_END_NS] = end_ns
         set_prefill_state(Z, F, inst)
         integral_add(Z, q + L.Q_BUSY, now, 1)
+        if C[X.ON] != 0:
+            hold(C, pool, r, P[r, L.P_BYTES], now)
         if P[r, L.P_FIRST] == NEVER_NS:
             P[r, L.P_PREFILL_START] = now
             P[r, L.P_PREFILL_END] = end_ns
@@ -599,7 +675,9 @@ def dispatch_prefill(Z: IntArray, F: FloatArray, P: IntArray, pool: int) -> None
         heap_push(Z, end_ns, event_key(PREFILL_END, pool, leaf, r, attempt))
 
 
-def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, r: int, attempt: int) -> None:
+def prefill_ends(
+    Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int, r: int, attempt: int
+) -> None:
     """A prefill is done: its instance is free, its cache is wholly there. One that was lost is ignored."""
     now = Z[L.NOW]
     q = Z[L.O_POOL] + pool * L.W_POOL
@@ -613,13 +691,15 @@ def prefill_ends(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int, 
         begin_switch(Z, F, inst)
     else:
         set_prefill_state(Z, F, inst)
+    if C[X.ON] != 0:
+        prefill_ended(C, pool, Z[L.N_PRFAAS] + P[r, L.P_PD], r, P[r, L.P_INPUT], now)
     k = P[r, L.P_LINK]
     if k < 0:
         real = Z[L.OF_PD] + P[r, L.P_PD] * L.WF_PD
         handover_ns = ns_from_s(
             rdma_s(P[r, L.P_BYTES], F[real + L.DF_RDMA_BPS], F[real + L.DF_RDMA_LATENCY_S])
         )
-        push_handover(Z, P, r, now + handover_ns)
+        push_handover(Z, F, C, P, r, now + handover_ns)
     elif Z[L.LAYERS] == 1:
         open_when_ready(Z, F, P, k, r)
     else:
@@ -636,21 +716,32 @@ def is_late(P: IntArray, r: int, attempt: int) -> bool:
     return P[r, L.P_STATUS] != OPEN or P[r, L.P_ATTEMPTS] & ATTEMPT_MASK != attempt
 
 
-def handover_ends(Z: IntArray, P: IntArray, r: int, attempt: int) -> None:
-    """A cache is at the decode side, if its request still wants it."""
+def handover_ends(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, attempt: int) -> None:
+    """A cache is at the decode side (or a copied prefix at its target), if its request still wants it."""
     if not is_late(P, r, attempt):
-        join_decode_queue(Z, P, r)
+        cache_arrives(Z, F, C, P, r)
 
 
-def push_handover(Z: IntArray, P: IntArray, r: int, at_ns: int) -> None:
-    """The cache of request r is at the decode side at `at_ns`."""
+def push_handover(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, at_ns: int) -> None:
+    """The cache of request r is at the decode side at `at_ns` (or a copied prefix at its target)."""
     key = event_key(HANDOVER_END, Z[L.N_PRFAAS] + P[r, L.P_PD], 0, r, P[r, L.P_ATTEMPTS])
     heap = Z[L.O_HEAP]
     if at_ns == Z[L.NOW] and (Z[L.HEAP_N] == 0 or Z[heap] > at_ns or Z[heap + 1] > key):
         # it would be the next event
-        join_decode_queue(Z, P, r)
+        cache_arrives(Z, F, C, P, r)
         return
     heap_push(Z, at_ns, key)
+
+
+def cache_arrives(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
+    """What was sent for request r is there: a copied prefix, or its whole cache."""
+    if C[X.ON] != 0:
+        if copying(C, r):
+            copy_arrives(Z, F, C, P, r)
+            return
+        pd_pool = Z[L.N_PRFAAS] + P[r, L.P_PD]
+        handed_over(C, pd_pool, r, P[r, L.P_INPUT], P[r, L.P_LINK] >= 0, Z[L.NOW])
+    join_decode_queue(Z, P, r)
 
 
 # Flows of a link lie in two parts: positions 0..K_PAST-1 are past their production, the others are still fed by their
@@ -851,7 +942,7 @@ def settle_link(Z: IntArray, F: FloatArray, k: int) -> None:
         heap_push(Z, next_end, event_key(FLOW_END, k, 0, 0, 0))
 
 
-def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
+def flows_end(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, k: int) -> None:
     """Take out the flows that end now, in order of request; a wake-up that came too early is set anew."""
     now = Z[L.NOW]
     link = Z[L.O_LINK] + k * L.W_LINK
@@ -881,7 +972,7 @@ def flows_end(Z: IntArray, F: FloatArray, P: IntArray, k: int) -> None:
         at_ns = max(now, P[r, L.P_END]) + latency_ns
         if Z[L.HAS_JITTER] != 0:
             at_ns += jitter_ns(F[real + L.KF_JITTER_S], P[r, L.P_LUCK])
-        push_handover(Z, P, r, at_ns)
+        push_handover(Z, F, C, P, r, at_ns)
     Z[link + L.K_NEXT_END] = NEVER_NS
     Z[link + L.K_DIRTY] = 1
 
@@ -1287,7 +1378,7 @@ def begin_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
     push_conversion(Z, inst, Z[i + L.I_SWITCH_END_NS])
 
 
-def conversion_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) -> None:
+def conversion_event(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int) -> None:
     """Drain limit, end of the switch, or end of the warm-up of an instance, whichever is due."""
     now = Z[L.NOW]
     inst = Z[Z[L.O_POOL] + pool * L.W_POOL + L.Q_FIRST] + leaf
@@ -1298,7 +1389,7 @@ def conversion_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: i
         set_prefill_state(Z, F, inst)
         mark_dirty(Z, inst)
     if Z[i + L.I_LIMIT_NS] == now and Z[i + L.I_PHASE] == DRAINING:
-        evict(Z, F, P, inst)
+        evict(Z, F, C, P, inst)
         begin_switch(Z, F, inst)
     elif Z[i + L.I_SWITCH_END_NS] == now and Z[i + L.I_PHASE] == SWITCHING:
         end_switch(Z, F, inst)
@@ -1327,7 +1418,7 @@ def end_switch(Z: IntArray, F: FloatArray, inst: int) -> None:
         set_decode_state(Z, inst)
 
 
-def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
+def evict(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, inst: int) -> None:
     """Drain limit reached: what still decodes here is prefilled again, prompt and produced tokens."""
     now = Z[L.NOW]
     i = L.AT_INST + inst * L.W_INST
@@ -1360,7 +1451,7 @@ def evict(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
         leave_batch(Z, P, site, inst, r)
         cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
         new_tokens = P[r, L.P_CONTEXT] + produced - cached_tokens
-        k = retry_link(Z, F, P, r, new_tokens)
+        k = retry_link(Z, F, C, P, r, new_tokens)
         start_attempt(
             Z,
             F,
@@ -1386,7 +1477,7 @@ def push_fault(Z: IntArray) -> None:
         heap_push(Z, Z[at + L.E_TIME], event_key(FAULT, Z[at + L.E_CLUSTER], Z[at + L.E_INSTANCE], 0, 0))
 
 
-def fault_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) -> None:
+def fault_event(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, leaf: int) -> None:
     """An instance goes down (speed 0), comes back, or changes speed."""
     speed = F[Z[L.OF_FAULT] + Z[L.FAULT_AT]]
     Z[L.FAULT_AT] += 1
@@ -1408,23 +1499,23 @@ def fault_event(Z: IntArray, F: FloatArray, P: IntArray, pool: int, leaf: int) -
         set_decode_state(Z, inst)
         mark_dirty(Z, inst)
     if was_up != 0 and up == 0:
-        lose_work(Z, F, P, pool, inst)
+        lose_work(Z, F, C, P, pool, inst)
     else:
         set_prefill_state(Z, F, inst)
 
 
-def lose_work(Z: IntArray, F: FloatArray, P: IntArray, pool: int, inst: int) -> None:
+def lose_work(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, pool: int, inst: int) -> None:
     """What an instance worked on is prefilled again; a cluster without any instance hands its queue on."""
     q = Z[L.O_POOL] + pool * L.W_POOL
     i = L.AT_INST + inst * L.W_INST
     r = Z[i + L.I_RUNNING]
     if r >= 0:
-        stop_prefill(Z, F, P, inst)
-        retry(Z, F, P, r, retry_link(Z, F, P, r, P[r, L.P_NEW]))
+        stop_prefill(Z, F, C, P, inst)
+        retry(Z, F, P, r, retry_link(Z, F, C, P, r, P[r, L.P_NEW]))
     else:
         set_prefill_state(Z, F, inst)
     if pool >= Z[L.N_PRFAAS]:
-        evict(Z, F, P, inst)
+        evict(Z, F, C, P, inst)
     if Z[i + L.I_PHASE] == DRAINING:
         begin_switch(Z, F, inst)
     if Z[q + L.Q_ACTIVE] > 0:
@@ -1432,7 +1523,7 @@ def lose_work(Z: IntArray, F: FloatArray, P: IntArray, pool: int, inst: int) -> 
     r = Z[q + L.Q_HEAD]
     for _ in range(Z[q + L.Q_LEN]):
         after = P[r, L.P_NEXT]
-        k = retry_link(Z, F, P, r, P[r, L.P_NEW])
+        k = retry_link(Z, F, C, P, r, P[r, L.P_NEW])
         other = (
             Z[Z[L.O_PD] + P[r, L.P_PD] * L.W_PD + L.D_POOL]
             if k < 0
@@ -1445,13 +1536,15 @@ def lose_work(Z: IntArray, F: FloatArray, P: IntArray, pool: int, inst: int) -> 
         r = after
 
 
-def stop_prefill(Z: IntArray, F: FloatArray, P: IntArray, inst: int) -> None:
+def stop_prefill(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, inst: int) -> None:
     """A running prefill ends before its time; nothing of it is left."""
     i = L.AT_INST + inst * L.W_INST
     r = Z[i + L.I_RUNNING]
     Z[i + L.I_RUNNING] = -1
     integral_add(Z, Z[L.O_POOL] + Z[i + L.I_POOL] * L.W_POOL + L.Q_BUSY, Z[L.NOW], -1)
     set_prefill_state(Z, F, inst)
+    if C[X.ON] != 0:
+        release(C, r)
     forget_bits(Z, F, P, r, True)
 
 
@@ -1478,7 +1571,7 @@ def forget_bits(Z: IntArray, F: FloatArray, P: IntArray, r: int, started: bool) 
             return
 
 
-def retry_link(Z: IntArray, F: FloatArray, P: IntArray, r: int, new_tokens: int) -> int:
+def retry_link(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int, new_tokens: int) -> int:
     """Link for another attempt, or -1: the side it was routed to first, unless nobody is left there."""
     pd = P[r, L.P_PD]
     site = Z[L.O_PD] + pd * L.W_PD
@@ -1487,7 +1580,8 @@ def retry_link(Z: IntArray, F: FloatArray, P: IntArray, r: int, new_tokens: int)
     if P[r, L.P_ROUTE] != REMOTE_ROUTE and Z[Z[L.O_POOL] + Z[site + L.D_POOL] * L.W_POOL + L.Q_ACTIVE] > 0:
         return -1
     cached_tokens = P[r, L.P_INPUT] - P[r, L.P_INCREMENTAL]
-    return alive(Z, pd, best_link(Z, F, pd, new_tokens, cached_tokens)[0])
+    context_tokens = cached_tokens + new_tokens
+    return alive(Z, pd, best_link(Z, F, C, P, pd, r, context_tokens, cached_tokens, P[r, L.P_HAD])[0])
 
 
 def retry(Z: IntArray, F: FloatArray, P: IntArray, r: int, k: int) -> None:
@@ -1559,7 +1653,7 @@ def leave_decode(Z: IntArray, F: FloatArray, P: IntArray, pd: int, r: int) -> bo
     return False
 
 
-def abort(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
+def abort(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, r: int) -> None:
     """Nobody waits for request r any more: whatever holds it lets it go."""
     if P[r, L.P_STATUS] != OPEN:
         return
@@ -1572,6 +1666,8 @@ def abort(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
     if P[r, L.P_FIRST] == NEVER_NS:
         integral_add(Z, L.WAITING, now, -1)
         count_first_token(F, door_row(Z, F, pd, now), False)
+    if C[X.ON] != 0:
+        forget(C, Z[L.N_PRFAAS] + pd, r)
     if leave_decode(Z, F, P, pd, r):
         return
     site = Z[L.O_PD] + pd * L.W_PD
@@ -1587,25 +1683,25 @@ def abort(Z: IntArray, F: FloatArray, P: IntArray, r: int) -> None:
     for inst in range(Z[q + L.Q_FIRST], Z[q + L.Q_FIRST] + Z[q + L.Q_N]):
         i = L.AT_INST + inst * L.W_INST
         if Z[i + L.I_RUNNING] == r:
-            stop_prefill(Z, F, P, inst)
+            stop_prefill(Z, F, C, P, inst)
             if Z[i + L.I_PHASE] == DRAINING:
                 begin_switch(Z, F, inst)
             return
     forget_bits(Z, F, P, r, True)
 
 
-def next_abort(Z: IntArray, F: FloatArray, P: IntArray) -> None:
+def next_abort(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray) -> None:
     """A client that gives up now, or else a request whose deadline is now."""
     n = Z[L.N_REQUESTS]
     at = Z[L.NEXT_GIVE_UP]
     if at < n and P[P[at, L.P_GIVE_UP_WHO], L.P_GIVE_UP] == Z[L.NOW]:
         Z[L.NEXT_GIVE_UP] = at + 1
-        abort(Z, F, P, P[at, L.P_GIVE_UP_WHO])
+        abort(Z, F, C, P, P[at, L.P_GIVE_UP_WHO])
     else:
         r = Z[L.NEXT_DEADLINE]
         Z[L.NEXT_DEADLINE] = r + 1
         if P[r, L.P_FIRST] == NEVER_NS:
-            abort(Z, F, P, r)
+            abort(Z, F, C, P, r)
     find_abort(Z, P)
 
 
@@ -1631,7 +1727,7 @@ def find_abort(Z: IntArray, P: IntArray) -> None:
 # ------------------------------------------------------------------ the loop
 
 
-def settle(Z: IntArray, F: FloatArray, P: IntArray) -> None:
+def settle(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray) -> None:
     """The end of an instant: share the links, start prefills, admit to decode, fix decode steps."""
     for k in range(Z[L.N_LINK]):
         if Z[Z[L.O_LINK] + k * L.W_LINK + L.K_DIRTY] != 0:
@@ -1639,7 +1735,7 @@ def settle(Z: IntArray, F: FloatArray, P: IntArray) -> None:
     for pool in range(Z[L.N_POOL]):
         q = Z[L.O_POOL] + pool * L.W_POOL
         if Z[q + L.Q_LEN] > 0 and Z[q + L.Q_IDLE] > 0:
-            dispatch_prefill(Z, F, P, pool)
+            dispatch_prefill(Z, F, C, P, pool)
     for pd in range(Z[L.N_PD]):
         if Z[Z[L.O_PD] + pd * L.W_PD + L.D_LEN] > 0:
             dispatch_decode(Z, F, P, pd)
@@ -1648,7 +1744,7 @@ def settle(Z: IntArray, F: FloatArray, P: IntArray) -> None:
     Z[L.N_DIRTY] = 0
 
 
-def handle(Z: IntArray, F: FloatArray, P: IntArray, key: int) -> None:
+def handle(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, key: int) -> None:
     """One event, read from its key."""
     attempt = key & ATTEMPT_MASK
     request_mask = (1 << REQUEST_BITS) - 1
@@ -1659,19 +1755,19 @@ def handle(Z: IntArray, F: FloatArray, P: IntArray, key: int) -> None:
     if kind == DECODE:
         decode_event(Z, F, P, cluster, leaf)
     elif kind == PREFILL_END:
-        prefill_ends(Z, F, P, cluster, leaf, r, attempt)
+        prefill_ends(Z, F, C, P, cluster, leaf, r, attempt)
     elif kind == FLOW_OPEN:
         flow_opens(Z, F, P, cluster, r, attempt)
     elif kind == FLOW_END:
-        flows_end(Z, F, P, cluster)
+        flows_end(Z, F, C, P, cluster)
     elif kind == HANDOVER_END:
-        handover_ends(Z, P, r, attempt)
+        handover_ends(Z, F, C, P, r, attempt)
     elif kind == FAULT:
-        fault_event(Z, F, P, cluster, leaf)
+        fault_event(Z, F, C, P, cluster, leaf)
     elif kind == CAPACITY:
         capacity_changes(Z, F, cluster)
     else:
-        conversion_event(Z, F, P, cluster, leaf)
+        conversion_event(Z, F, C, P, cluster, leaf)
 
 
 def lacks_room(Z: IntArray, now: int) -> int:
@@ -1685,7 +1781,7 @@ def lacks_room(Z: IntArray, now: int) -> int:
     return GROW_HEAP if Z[L.HEAP_N] > Z[L.HEAP_ROOM] else RAN
 
 
-def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) -> int:
+def run(Z: IntArray, F: FloatArray, C: IntArray, P: IntArray, until_ns: int, to_end: bool) -> int:
     """Handle everything before `until_ns`; with `to_end` stop after the instant that resolves the last request.
 
     Gives RAN, or which array must grow before the call is repeated.
@@ -1707,16 +1803,19 @@ def run(Z: IntArray, F: FloatArray, P: IntArray, until_ns: int, to_end: bool) ->
         Z[L.NOW] = now
         while True:
             if Z[L.HEAP_N] > 0 and Z[heap] == now:
-                handle(Z, F, P, heap_pop(Z))
+                handle(Z, F, C, P, heap_pop(Z))
             elif Z[L.NEXT_ABORT_NS] == now:
-                next_abort(Z, F, P)
+                next_abort(Z, F, C, P)
             elif arrival < n_requests and P[arrival, L.P_ARRIVAL] == now:
+                if C[X.ON] != 0 and lacks_room(Z, now) != RAN:
+                    # each arrival may open a flow for a copy; the next call goes on within this instant
+                    return lacks_room(Z, now)
                 Z[L.NEXT_ARRIVAL] = arrival + 1
-                arrive(Z, F, P, arrival)
+                arrive(Z, F, C, P, arrival)
                 arrival += 1
             else:
                 break
-        settle(Z, F, P)
+        settle(Z, F, C, P)
     if until_ns < NEVER_NS and (not to_end or Z[L.UNRESOLVED] > 0):
         Z[L.NOW] = until_ns
     return RAN
@@ -1892,8 +1991,13 @@ def read_telemetry(Z: IntArray, F: FloatArray, P: IntArray, out: FloatArray, leg
 N_WHOLE_TOTALS = 17
 
 
-def read_totals(Z: IntArray, F: FloatArray, whole: IntArray, real: FloatArray) -> None:
-    """`Totals` as whole numbers (N_WHOLE_TOTALS and the rejections by reason) and reals (bits, peak per link)."""
+N_REASONS, N_PREFIX = len(REJECT_REASONS), len(PREFIX_COUNTERS)
+#: All of them: then the rejections by reason, then the counters of the prefix pools.
+N_ALL_TOTALS = N_WHOLE_TOTALS + N_REASONS + N_PREFIX
+
+
+def read_totals(Z: IntArray, F: FloatArray, C: IntArray, whole: IntArray, real: FloatArray) -> None:
+    """`Totals` as whole numbers (N_ALL_TOTALS) and reals (bits, peak per link)."""
     account_links(Z, F)
     now = Z[L.NOW]
     rejected = Z[L.REJECT_OVER_LIMIT] + Z[L.REJECT_KV] + Z[L.REJECT_QUEUE]
@@ -1922,6 +2026,8 @@ def read_totals(Z: IntArray, F: FloatArray, whole: IntArray, real: FloatArray) -
     whole[17] = Z[L.REJECT_OVER_LIMIT]
     whole[18] = Z[L.REJECT_KV]
     whole[19] = Z[L.REJECT_QUEUE]
+    for k in range(N_PREFIX):
+        whole[N_WHOLE_TOTALS + N_REASONS + k] = C[X.INPUT_TOKENS + k] if C[X.ON] != 0 else 0
     n = Z[L.N_LINK]
     for k in range(n):
         real[k] = delivered_bits(Z, F, k)
@@ -1937,6 +2043,7 @@ SKIP, DECIDE, RUN_ON, READ = 0, 1, 2, 3
 def step_many(
     Zs: IntArray,
     Fs: FloatArray,
+    Cs: IntArray,
     Ps: IntArray,
     first: int,
     last: int,
@@ -1945,6 +2052,7 @@ def step_many(
     by_margin: int,
     value: FloatArray,
     move: IntArray,
+    abundant: IntArray,
     scales: tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, IntArray],
     values: FloatArray,
     observation: FloatArray,
@@ -1957,7 +2065,7 @@ def step_many(
     """Step the envs first..last-1, each by its `task`; row e of every array belongs to env e.
 
     Args:
-        Zs: (n, ints), with `Fs` (n, reals) and `Ps` (n, requests, columns) the states.
+        Zs: (n, ints), with `Fs` (n, reals), `Cs` (n, caches) and `Ps` (n, requests, columns) the states.
         first: first env.
         last: one past the last env.
         task: (n,) SKIP, DECIDE, RUN_ON or READ.
@@ -1965,6 +2073,7 @@ def step_many(
         by_margin: 1 if `value` holds margins in s, 0 for thresholds in tokens.
         value: (n, n_pd).
         move: (n, n_pd).
+        abundant: (n, n_pd) 1 where the cache rule is the abundant one.
         scales: constants of the encoding.
         values: (n, fields) out, readings in physical units.
         observation: (n, fields) float32 out.
@@ -1978,14 +2087,14 @@ def step_many(
     for e in range(first, last):
         if task[e] == SKIP:
             continue
-        Z, F, P = Zs[e], Fs[e], Ps[e]
+        Z, F, C, P = Zs[e], Fs[e], Cs[e], Ps[e]
         if task[e] == DECIDE:
             for pd in range(Z[L.N_PD]):
-                apply_decision(Z, F, pd, by_margin, value[e, pd], move[e, pd], 0)
+                apply_decision(Z, F, pd, by_margin, value[e, pd], move[e, pd], abundant[e, pd])
         if task[e] != READ:
-            status[e] = run(Z, F, P, until_ns[e], False)
+            status[e] = run(Z, F, C, P, until_ns[e], False)
             if status[e] != RAN:
                 continue
         read_telemetry(Z, F, P, values[e], legal[e])
         clipped[e] = encode_values(values[e], low, high, bend, bottom, inverse, flag, observation[e])
-        read_totals(Z, F, whole[e], real[e])
+        read_totals(Z, F, C, whole[e], real[e])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas_env.profiles.latency import DecodeProfile
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.faults import deadline_ns
 from prfaas_env.simulator.formulas import (
@@ -22,6 +23,7 @@ from prfaas_env.simulator.formulas import (
     IntArray,
     decode_step_s,
     ns_from_s,
+    virtual_ratio,
 )
 from prfaas_env.simulator.world import links_of
 from prfaas_env.telemetry import (
@@ -292,8 +294,9 @@ M_TARGET, M_WHAT, W_MILE = range(3)
     P_GIVE_UP,
     P_GIVE_UP_WHO,
     P_LUCK,
+    P_HAD,  # tokens of the prompt that the PD cluster had in its cache: not sent (a declared hit from the start)
     W_P,
-) = range(34)
+) = range(35)
 
 #: A fault: time, cluster, instance; its speed lies in F.
 E_TIME, E_CLUSTER, E_INSTANCE, W_FAULT = range(4)
@@ -553,7 +556,7 @@ class Layout:
                 (D_TOKEN_U, ns_from_s(d.a_s)),
                 (D_N_LINKS, len(links)),
                 (D_TREE, self.trees[self.n_prfaas + i][2]),
-                (D_FLAT, d.b_s_per_sequence == 0.0 and d.c_s_per_token == 0.0),
+                (D_FLAT, _always_nominal(d)),
             ):
                 ints[base + name] = value
             at = self.offsets[O_LINKS_OF_PD] + i * max(self.n_link, 1)
@@ -602,6 +605,13 @@ class Layout:
             reals[real + KF_STATE : real + KF_STATE + N_LINK_STATE] = (link.capacity_bps, -1.0, 1.0, 0.0)
             stamps = self.offsets[O_WIRE] + k * N_BUCKETS
             ints[stamps : stamps + N_BUCKETS] = -1
+
+
+def _always_nominal(d: DecodeProfile) -> bool:
+    """Whether a step at full speed is the nominal one whatever the batch."""
+    nominal_ns = ns_from_s(d.a_s)
+    flat = d.b_s_per_sequence == 0.0 and d.c_s_per_token == 0.0
+    return flat and virtual_ratio(nominal_ns, d.a_s, 0.0, 0.0, 1, 1, 1.0) == 1.0
 
 
 def _fill_tree(ints: IntArray, at: int, leaves: int, keys: NDArray[Any]) -> None:

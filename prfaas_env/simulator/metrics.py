@@ -13,7 +13,15 @@ import numpy as np
 
 from prfaas_env.scenarios.models import Slo
 from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S, FloatArray
-from prfaas_env.simulator.records import REJECT_REASONS, RequestRecords, Route, Status, Totals
+from prfaas_env.simulator.prefix_pool import has_pool
+from prfaas_env.simulator.records import (
+    PREFIX_COUNTERS,
+    REJECT_REASONS,
+    RequestRecords,
+    Route,
+    Status,
+    Totals,
+)
 from prfaas_env.simulator.world import World
 from prfaas_env.telemetry import within
 
@@ -136,6 +144,8 @@ def episode_metrics(
     if _differ(ttft, ttft_inf):
         warnings.append("open requests move the quantiles: the system is saturated or the run is too short")
     notes = list(world.requests.notes)
+    if scenario.prefix_pool is not None and not has_pool(scenario, world.requests):
+        notes.append("no prefix data in the workload: the prefix pool does nothing")
     if scenario.measure.warmup_s == 0:
         notes.append("includes start (measure.warmup_s is 0)")
     return {
@@ -171,6 +181,10 @@ def episode_metrics(
         "tpot_s": _summary(tpot),
         "throughput_rps": int(finished_in_window.sum()) * per_s,
         "goodput_rps": meets_slo(world, records, scenario.slo, c.mask) * per_s,
+        "hit_share": _ratio(
+            int((world.requests.input_tokens - records.incremental_tokens)[c.mask].sum()),
+            int(world.requests.input_tokens[c.mask].sum()),
+        ),
         "offload_share": _mean((records.route[c.mask] == Route.REMOTE).astype(np.float64)),
         "egress": {
             "bits": bits,
@@ -181,9 +195,22 @@ def episode_metrics(
         "invalid_moves": end.invalid_moves - start.invalid_moves,
         "rejected_by_reason": dict(zip(REJECT_REASONS, end.reject_reasons, strict=True)),
         "utilisation": utilisation,
+        **({"prefix_pool": prefix_figures(start, end)} if scenario.prefix_pool is not None else {}),
         "warnings": warnings,
         "notes": notes,
     }
+
+
+def prefix_figures(start: Totals, end: Totals) -> dict[str, Any]:
+    """Figures of the prefix pools between two totals: the counters, and `hit_share` of the input tokens.
+
+    Requests count at their arrival, with the tokens of the caches that their prefill really used.
+    """
+    counts = {
+        name: after - before
+        for name, before, after in zip(PREFIX_COUNTERS, start.prefix, end.prefix, strict=True)
+    }
+    return {"hit_share": _ratio(counts["hit_tokens"], counts["input_tokens"]), **counts}
 
 
 def _ratio(part: int, whole: int) -> float:

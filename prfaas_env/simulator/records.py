@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,18 @@ class Route(enum.IntEnum):
 #: Reasons for a rejection, in the order of their counters.
 REJECT_REASONS = ("over_limit", "kv_capacity", "queue_full")
 
+#: Counters of all prefix pools together, in the order of `Totals.prefix`.
+PREFIX_COUNTERS = (
+    "input_tokens",  # input tokens of accepted requests
+    "hit_tokens",  # of them, tokens that no prefill had to compute
+    "mispredictions",  # requests that found less in the cache than routing had seen
+    "evictions",  # entries put out for others
+    "copies",  # prefixes sent across a link ahead of a prefill
+    "unstored",  # blocks and checkpoints for which a full pool had no room
+    "unheld_units",  # units of transfers for which a full pool had no room
+)
+NO_PREFIX = (0,) * len(PREFIX_COUNTERS)
+
 _STAMPS = (
     "prefill_start_ns",
     "prefill_end_ns",
@@ -48,7 +60,8 @@ class RequestRecords:
     """Per-request results, int64 arrays of shape (n,); a stamp that has not happened is NEVER_NS.
 
     Stamps up to the first token are those of the attempt that gave it. `service_ns` is that attempt's prefill
-    time, `incremental_tokens` the first attempt's tokens to prefill.
+    time, `incremental_tokens` the first attempt's tokens to prefill (of a rejected request: the incremental length by
+    which it was judged). `sent_bytes` counts everything sent over a link for the request, a copied prefix included.
     """
 
     prefill_start_ns: IntArray
@@ -65,6 +78,11 @@ class RequestRecords:
     attempts: IntArray
     status: IntArray
     sent_bytes: IntArray
+
+    def cached_tokens(self, input_tokens: IntArray) -> IntArray:
+        """Prompt tokens that the prefix caches spared the first attempt, shape (n,); 0 unless accepted."""
+        accepted = (self.status != Status.PENDING) & (self.status != Status.REJECTED)
+        return np.where(accepted, input_tokens - self.incremental_tokens, 0)
 
     @classmethod
     def empty(cls, n: int) -> RequestRecords:
@@ -132,6 +150,22 @@ class Totals(NamedTuple):
     egress_peak_bps: tuple[float, ...]
     """Most that one whole second after the warm-up delivered, per link."""
     reject_reasons: tuple[int, ...]
+    prefix: tuple[int, ...] = NO_PREFIX
+    """Counters of the prefix pools, in the order of `PREFIX_COUNTERS`."""
+
+
+#: Counters of the prefix pools that `info` repeats.
+INFO_COUNTERS = ("hit_tokens", "mispredictions", "evictions", "copies")
+
+
+def prefix_info(totals: Totals) -> dict[str, Any]:
+    """Entries of `info` of a scenario with a prefix pool; arrays where the totals hold arrays."""
+    counts = dict(zip(PREFIX_COUNTERS, totals.prefix, strict=True))
+    share = counts["hit_tokens"] / np.maximum(counts["input_tokens"], 1)
+    return {
+        "hit_share": share if isinstance(share, np.ndarray) else float(share),
+        **{name: counts[name] for name in INFO_COUNTERS},
+    }
 
 
 @dataclass

@@ -61,6 +61,7 @@ from prfaas_env.simulator.records import (
     TimeIntegral,
     Totals,
 )
+from prfaas_env.simulator.simpy_prefix import PrefixSide
 from prfaas_env.simulator.world import World, links_of
 from prfaas_env.telemetry import (
     DoorMeter,
@@ -199,6 +200,8 @@ class SimpyEngine:
         self._input: list[int] = requests.input_tokens.tolist()
         self._output: list[int] = requests.output_tokens.tolist()
         self._pd_of: list[int] = self.world.pd_of.tolist()
+        self.prefix = PrefixSide(self.world)
+        self._had_tokens = [0] * len(requests)
         jitter = self.world.jitter_ns
         self._luck_ns: list[int] | None = None if jitter is None else jitter.tolist()
         self._flow_limits_bps = [spec.flow_limit_bps for spec in deployment.links]
@@ -454,6 +457,7 @@ class SimpyEngine:
         assert attempt is not None
         instance.running = None
         pool.busy.add(self.now_ns, -1)
+        self.prefix.release(attempt.request)
         self._forget_bits(attempt)
 
     def _forget_bits(self, attempt: Attempt) -> None:
@@ -492,7 +496,8 @@ class SimpyEngine:
         if not remote and site.prefill.active > 0:
             return -1
         cached_tokens = self._input[request] - int(self.records.incremental_tokens[request])
-        return self._alive(site, self._best_link(site, new_tokens, cached_tokens)[0])
+        context_tokens, had_tokens = cached_tokens + new_tokens, self._had_tokens[request]
+        return self._alive(site, self._best_link(site, request, context_tokens, cached_tokens, had_tokens)[0])
 
     def _alive(self, site: PdSite, link: int) -> int:
         """A link, or -1 where its PrfaaS cluster is wholly down and there is local prefill."""
@@ -529,6 +534,7 @@ class SimpyEngine:
         if records.first_token_ns[request] == NEVER_NS:
             self.waiting.add(now, -1)
             site.door.missed(now)
+        self.prefix.forget(site.prefill.cluster, request)
         attempt = self.attempts.pop(request, None)
         if attempt is None:
             self._abort_decode(site, request)
@@ -552,7 +558,8 @@ class SimpyEngine:
         attempt.dead = True
         pool = site.prefill if attempt.link < 0 else self.remote[self.link_prfaas[attempt.link]]
         if attempt.instance is None:
-            pool.remove(attempt)
+            if attempt.number > 0:  # 0: the copy of a prefix, in no queue
+                pool.remove(attempt)
             self._forget_bits(attempt)
         elif attempt.instance.running is attempt:
             instance = attempt.instance
@@ -573,12 +580,16 @@ class SimpyEngine:
         now = self.now_ns
         site = self.sites[self._pd_of[request]]
         input_tokens = self._input[request]
-        cached_tokens = 0  # no prefix pool in this world
-        incremental = input_tokens - cached_tokens
+        others = [(k, self.link_prfaas[k]) for k in site.links]
+        pools = [pool for _, pool in others]
+        abundant = site.decision.cache_rule == "abundant"
+        incremental = input_tokens - self.prefix.seen_prefix(
+            request, site.prefill.cluster, pools, abundant, now
+        )
         records = self.records
         self.counters.arrived += 1
         records.incremental_tokens[request] = incremental
-        link = self._route(site, incremental, cached_tokens)
+        link = self._route(site, request, incremental)
         reason = self._refusal(site, link, input_tokens)
         if reason is not None:
             self.counters.rejects[REJECT_REASONS.index(reason)] += 1
@@ -587,22 +598,76 @@ class SimpyEngine:
             site.door.rejected(now)
             return
         records.status[request] = Status.OPEN
-        site.door.arrival(now, incremental, input_tokens)
+        claim = self.prefix.claim(request, site.prefill.cluster, others, link, abundant, now)
+        self._had_tokens[request] = claim.had_tokens
+        records.incremental_tokens[request] = input_tokens - claim.cached_tokens
+        site.door.arrival(now, incremental, input_tokens, claim.cached_tokens)
         self.waiting.add(now, 1)
         remote = link >= 0
         records.route[request] = Route.REMOTE if remote else Route.LOCAL
         if remote:
             self.counters.remote += 1
             records.prfaas[request] = self.link_prfaas[link]
+        if claim.copy_link >= 0:
+            self._copy_first(site, request, claim.copy_link, claim.copied_tokens, link)
+        else:
+            self._first_attempt(site, request, link)
+
+    def _first_attempt(self, site: PdSite, request: int, link: int) -> None:
+        new_tokens = int(self.records.incremental_tokens[request])
         self._start_attempt(
             request,
             site,
             number=1,
-            new_tokens=incremental,
-            cached_tokens=cached_tokens,
+            new_tokens=new_tokens,
+            cached_tokens=self._input[request] - new_tokens,
             remaining_tokens=self._output[request],
             link=link,
         )
+
+    def _copy_first(self, site: PdSite, request: int, copy_link: int, tokens: int, link: int) -> None:
+        """Send a cached prefix across before the prefill (abundant rule, paper 5.1); then queue the first attempt."""
+        copy = Attempt(
+            request=request,
+            number=0,
+            new_tokens=0,
+            cached_tokens=0,
+            context_tokens=0,
+            remaining_tokens=0,
+            prefill_ns=0,
+            bytes_to_send=self._bytes(tokens),
+            queued_ns=self.now_ns,
+            started=self.env.event(),
+            sent=self.env.event(),
+            link=copy_link,
+            started_ns=0,
+        )
+        self.records.sent_bytes[request] += copy.bytes_to_send
+        self.pending_bits[copy_link] += copy.bytes_to_send * BITS_PER_BYTE
+        self.attempts[request] = copy
+        self._open_when_ready(copy)
+        self.env.process(self._after_copy(site, copy, link))
+
+    def _after_copy(self, site: PdSite, copy: Attempt, link: int) -> Process:
+        request = copy.request
+        yield copy.sent
+        arrives_ns = self.now_ns + self._delay_ns(copy)
+        yield self._at(arrives_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, 0)
+        if copy.dead:
+            return
+        self.prefix.copy_ended(request, self.now_ns)
+        # whoever was to prefill it may be gone meanwhile
+        new_tokens = int(self.records.incremental_tokens[request])
+        link = self._alive(site, link) if link >= 0 else self._retry_link(request, site, new_tokens)
+        self._first_attempt(site, request, link)
+
+    def _delay_ns(self, attempt: Attempt) -> int:
+        """From the end of a flow to the arrival of what it carried."""
+        spec = self.link_specs[attempt.link]
+        delay_ns = ns_from_s(spec.latency_s)
+        if self._luck_ns is not None:
+            delay_ns += jitter_ns(spec.jitter_s, self._luck_ns[attempt.request])
+        return delay_ns
 
     def _refusal(self, site: PdSite, link: int, input_tokens: int) -> str | None:
         """Why a request is rejected at the door, if it is."""
@@ -641,9 +706,11 @@ class SimpyEngine:
             observed_bps=observed_bps,
         )
 
-    def _predict(self, site: PdSite, link: int, new_tokens: int, cached_tokens: int) -> float:
-        """Predicted first-token time over a path, in seconds from now."""
-        n_bytes = self._bytes(new_tokens)
+    def _predict(
+        self, site: PdSite, link: int, new_tokens: int, cached_tokens: int, had_tokens: int
+    ) -> float:
+        """Predicted first-token time over a path, in seconds from now; the decode side has `had_tokens` already."""
+        n_bytes = self._bytes(new_tokens + cached_tokens - had_tokens)
         pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
         latency_s = self._rdma_s(site, n_bytes) if link < 0 else self.link_specs[link].latency_s
         return first_token_s(
@@ -655,37 +722,48 @@ class SimpyEngine:
             site.first_step_s,
         )
 
-    def _best_link(self, site: PdSite, new_tokens: int, cached_tokens: int) -> tuple[int, float]:
-        """(link of the PrfaaS cluster with the earliest predicted finish, that prediction); lowest id on a tie."""
+    def _best_link(
+        self, site: PdSite, request: int, context_tokens: int, cached_tokens: int | None, had_tokens: int
+    ) -> tuple[int, float]:
+        """(link of the PrfaaS cluster with the earliest predicted finish, that prediction); lowest id on a tie.
+
+        Each cluster counts what it is seen to have cached of the request, or `cached_tokens` if given.
+        """
         best, best_s = site.links[0], math.inf
         for link in site.links:
-            predicted_s = self._predict(site, link, new_tokens, cached_tokens)
+            cached = cached_tokens
+            if cached is None:
+                cached = self.prefix.seen_tokens(self.link_prfaas[link], request, self.now_ns)
+            predicted_s = self._predict(site, link, context_tokens - cached, cached, had_tokens)
             if predicted_s < best_s:
                 best, best_s = link, predicted_s
         return best, best_s
 
-    def _route(self, site: PdSite, new_tokens: int, cached_tokens: int) -> int:
+    def _route(self, site: PdSite, request: int, incremental: int) -> int:
         """Link to go over, or -1 for local prefill. Decided once, at arrival."""
         if not site.links:
             return -1
-        return self._alive_or_local(site, self._chosen_link(site, new_tokens, cached_tokens))
+        return self._alive_or_local(site, self._chosen_link(site, request, incremental))
 
     def _alive_or_local(self, site: PdSite, link: int) -> int:
         return link if link < 0 else self._alive(site, link)
 
-    def _chosen_link(self, site: PdSite, new_tokens: int, cached_tokens: int) -> int:
+    def _chosen_link(self, site: PdSite, request: int, incremental: int) -> int:
         """What the decision in force says, or the link where there is no local prefill."""
         decision = site.decision
         forced = site.prefill.active == 0
         if decision.threshold_tokens is not None:
-            if not (forced or offload_by_threshold(new_tokens, decision.threshold_tokens)):
+            if not (forced or offload_by_threshold(incremental, decision.threshold_tokens)):
                 return -1
             if len(site.links) == 1:
                 return site.links[0]
-            return self._best_link(site, new_tokens, cached_tokens)[0]
+        input_tokens = self._input[request]
+        own = self.prefix.seen_tokens(site.prefill.cluster, request, self.now_ns)
+        link, remote_s = self._best_link(site, request, input_tokens, None, own)
+        if decision.threshold_tokens is not None:
+            return link
         assert decision.margin_s is not None
-        link, remote_s = self._best_link(site, new_tokens, cached_tokens)
-        local_s = self._predict(site, -1, new_tokens, cached_tokens)
+        local_s = self._predict(site, -1, input_tokens - own, own, own)
         if forced or offload_by_margin(remote_s, local_s, decision.margin_s):
             return link
         return -1
@@ -704,16 +782,17 @@ class SimpyEngine:
         link: int,
     ) -> None:
         """Queue one try of a request for prefill, over a link or locally (`link` < 0)."""
+        context_tokens = cached_tokens + new_tokens
         pool = site.prefill if link < 0 else self.remote[self.link_prfaas[link]]
         attempt = Attempt(
             request=request,
             number=number,
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
-            context_tokens=cached_tokens + new_tokens,
+            context_tokens=context_tokens,
             remaining_tokens=remaining_tokens,
             prefill_ns=ns_from_s(pool.times.seconds(new_tokens, cached_tokens)),
-            bytes_to_send=self._bytes(new_tokens),
+            bytes_to_send=self._bytes(context_tokens - self._had_tokens[request]),
             queued_ns=self.now_ns,
             started=self.env.event(),
             sent=self.env.event(),
@@ -738,6 +817,7 @@ class SimpyEngine:
         if attempt.dead:
             return
         self._end_prefill(pool, instance)
+        self.prefix.prefill_ended(pool.cluster, site.prefill.cluster, request, self.now_ns)
         if link >= 0:
             if attempt.flow is not None:
                 self.links[link].prefill_ended(attempt.flow)
@@ -745,9 +825,7 @@ class SimpyEngine:
             elif self.pipeline_layers == 1:
                 self._open_when_ready(attempt)
             yield attempt.sent
-            handover_ns = ns_from_s(self.link_specs[link].latency_s)
-            if self._luck_ns is not None:
-                handover_ns += jitter_ns(self.link_specs[link].jitter_s, self._luck_ns[request])
+            handover_ns = self._delay_ns(attempt)
         else:
             handover_ns = ns_from_s(self._rdma_s(site, attempt.bytes_to_send))
         yield self._at(self.now_ns + handover_ns, Kind.HANDOVER_END, site.decode.cluster, 0, request, number)
@@ -807,6 +885,7 @@ class SimpyEngine:
     def _join_decode_queue(self, site: PdSite, attempt: Attempt) -> None:
         records, request = self.records, attempt.request
         attempt.joined = True
+        self.prefix.handed_over(site.prefill.cluster, request, attempt.link >= 0, self.now_ns)
         wants_first = records.first_token_ns[request] == NEVER_NS
         if wants_first:
             records.transfer_end_ns[request] = self.now_ns
@@ -956,6 +1035,7 @@ class SimpyEngine:
             instance.running = attempt
             pool.busy.add(now, 1)
             records, request = self.records, attempt.request
+            self.prefix.hold(pool.cluster, request, attempt.bytes_to_send, now)
             if records.first_token_ns[request] == NEVER_NS:
                 records.prefill_start_ns[request] = now
                 records.prefill_end_ns[request] = attempt.prefill_end_ns
@@ -1009,6 +1089,7 @@ class SimpyEngine:
             egress_bits=tuple(link.delivered_bits(now) for link in self.links),
             egress_peak_bps=tuple(link.meter.peak_bps for link in self.links),
             reject_reasons=tuple(c.rejects),
+            prefix=self.prefix.counters(),
         )
 
     def telemetry(self) -> Telemetry:

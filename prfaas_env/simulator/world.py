@@ -22,6 +22,7 @@ from prfaas_env.simulator.faults import (
     outage_shares,
 )
 from prfaas_env.simulator.formulas import MAX_RATE_BPS, FloatArray, IntArray, ns_from_s
+from prfaas_env.simulator.prefix_pool import every_blocks
 from prfaas_env.telemetry import TelemetrySchema, schema_for
 from prfaas_env.workload.generate import generate_requests
 from prfaas_env.workload.regimes import sample_chain
@@ -188,10 +189,14 @@ def draw_world(
         n_requests: exactly this many arrivals, however long they take (a trace gives at most what it holds).
         horizon_s: arrivals in [0, horizon_s); default the scenario's horizon unless `n_requests` is given.
         whole_trace: no limit at all (for a trace workload: its whole slice).
+
+    Raises:
+        PrfaasError: the workload cannot be drawn or read, or its blocks do not suit the prefix pool.
     """
     if n_requests is None and horizon_s is None and not whole_trace:
         horizon_s = scenario.measure.horizon_s
     table = generate_requests(scenario.workload, seed=seed, horizon_s=horizon_s, n_requests=n_requests)
+    every_blocks(scenario, table.block_tokens)  # only here the size of a block is known
     pd_of = _assign_pd(scenario, len(table), seed)
     order = np.lexsort((pd_of, table.arrival_ns))
     if not np.array_equal(order, np.arange(len(table))):

@@ -31,12 +31,13 @@ class RequestTable:
     cached_tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        if len(self.cached_tokens) != len(self.arrival_ns):
-            if len(self.cached_tokens):
-                raise ValueError(
-                    f"{len(self.cached_tokens)} cached_tokens for {len(self.arrival_ns)} requests"
-                )
-            object.__setattr__(self, "cached_tokens", np.zeros(len(self.arrival_ns), dtype=np.int64))
+        n = len(self.arrival_ns)
+        if len(self.cached_tokens) == n:
+            return
+        # Zeros say nothing, so that a table changed in length need not name them.
+        if self.cached_tokens.any():
+            raise ValueError(f"{len(self.cached_tokens)} cached_tokens for {n} requests")
+        object.__setattr__(self, "cached_tokens", np.zeros(n, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.arrival_ns)

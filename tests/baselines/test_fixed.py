@@ -73,3 +73,19 @@ def test_static_plans_each_cluster_by_itself(three_sites, make_telemetry) -> Non
     # a has 4.67 remote instances for 3 local ones, b has 1.33 for 2: b keeps longer prompts at home.
     assert 0 < a.threshold_tokens < b.threshold_tokens < 131_072
     assert c.threshold_tokens == math.inf
+
+
+@pytest.mark.parametrize("name", ["static", "earliest_finish"])
+def test_the_cache_rule_is_a_parameter(name) -> None:
+    from prfaas_env.base import PrfaasError
+    from prfaas_env.policy import PolicyContext, make_policy
+    from prfaas_env.scenarios import load_scenario
+    from prfaas_env.simulator.world import scenario_schema
+
+    scenario = load_scenario("two_regions")
+    for rule in ("scarce", "abundant"):
+        policy = make_policy(f"{name}:cache_rule={rule}")
+        policy.reset(PolicyContext(scenario, scenario_schema(scenario), 0))
+        assert [c.cache_rule for c in policy.decide(None).clusters] == [rule, rule]
+    with pytest.raises(PrfaasError, match="cache_rule is 'plenty'; allowed: scarce, abundant"):
+        make_policy(f"{name}:cache_rule=plenty")

@@ -25,7 +25,7 @@ from prfaas_env.workload.requests import RequestTable
 
 @dataclass(frozen=True)
 class Case:
-    """One random world and decision sequence."""
+    """One random world and decision sequence; every second one has prefix data and a pool."""
 
     seed: int
     max_requests: int = 60
@@ -145,6 +145,7 @@ def scenario_of(case: Case) -> Scenario:
         ],
     )
     remote = {"kind": "polynomial", "c0_s": 0.0, "c1_s_per_token": grid / 2, "source": "made up"}
+    pool = pool_of(case)
     control_s = float(_pick(rng, [1.0, 1.0, 0.5, 2.0, 0.7]))
     warmup_s = float(_pick(rng, [0.0, 0.0, 3.0, 20.0]))
     return Scenario.model_validate(
@@ -154,7 +155,7 @@ def scenario_of(case: Case) -> Scenario:
                 "name": "made up",
                 "kv": {
                     "fixed_bytes": int(_pick(rng, [0, 0, 100_000])),
-                    "bytes_per_token": int(_pick(rng, [0, 1000, 1000])),
+                    "bytes_per_token": max(int(_pick(rng, [0, 1000, 1000])), 0 if pool is None else 8),
                     "windows": [{"bytes_per_token": 500, "window_tokens": 800}] if rng.random() < 0.3 else [],
                     "n_layers": int(_pick(rng, [1, 2, 4, 5])),
                 },
@@ -196,7 +197,52 @@ def scenario_of(case: Case) -> Scenario:
                 "max_queue_requests": _pick(rng, [None, None, 3]),
             },
             "measure": {"horizon_s": 60.0, "warmup_s": float(_pick(rng, [0.0, 0.0, 5.0, 5.3]))},
+            "prefix_pool": pool,
         }
+    )
+
+
+#: Tokens of one block where a case has prefix data.
+BLOCK_TOKENS = 250
+
+
+def pool_of(case: Case) -> dict[str, Any] | None:
+    """Settings of the prefix pool of a case: in half of the cases, tiny, roomy or without a limit."""
+    rng = np.random.default_rng([case.seed, 3])
+    if rng.integers(2) == 0:
+        return None
+    capacities = [None, 0, *(n * BLOCK_TOKENS * 1000 for n in (3, 10, 20, 40))]
+    checkpoints = _pick(rng, ["end_of_prompt", "end_of_prompt", "every_n_tokens", "every_n_tokens", "none"])
+    every = BLOCK_TOKENS * int(rng.integers(1, 4)) if checkpoints == "every_n_tokens" else None
+    return {
+        "prfaas_capacity_bytes": _pick(rng, capacities),
+        "pd_capacity_bytes": _pick(rng, capacities),
+        "checkpoints": checkpoints,
+        "checkpoint_every_tokens": every,
+        "metadata_age_s": float(_pick(rng, [0.0, 0.0, 3.0, 10.0, 60.0])),
+    }
+
+
+def with_prefixes(case: Case, table: RequestTable) -> RequestTable:
+    """The same requests with block ids: a few families whose prompts go on from one another or branch off.
+
+    In one of eight cases ids are drawn at random, so that one id comes behind different blocks.
+    """
+    rng = np.random.default_rng([case.seed, 4])
+    odd = rng.integers(8) == 0
+    families = int(rng.integers(1, 5))
+    counts = -(-table.input_tokens // BLOCK_TOKENS)
+    rows = []
+    for n in counts.tolist():
+        row = 1000 * int(rng.integers(families)) + np.arange(n)
+        cut = int(rng.integers(0, n + 1)) if rng.random() < 0.4 else n
+        row[cut:] += 100 * int(rng.integers(1, 4))
+        rows.append(rng.integers(0, 4, n) if odd else row)
+    return dataclasses.replace(
+        table,
+        block_offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        block_ids=np.concatenate([np.zeros(0, dtype=np.int64), *rows]).astype(np.int64),
+        block_tokens=BLOCK_TOKENS,
     )
 
 
@@ -221,6 +267,13 @@ def world_of(case: Case) -> World:
     table = RequestTable.without_prefixes(
         arrival_ns[order], lengths.astype(np.int64)[order], outputs.astype(np.int64)[order]
     )
+    if scenario.prefix_pool is not None and case.seed % 16 != 0:
+        table = with_prefixes(case, table)
+    elif case.seed % 3 == 0:
+        # hits that a rate declares
+        share = np.random.default_rng([case.seed, 4]).choice([0.0, 0.5, 0.9], n)
+        cached = np.minimum((table.input_tokens * share).astype(np.int64), table.input_tokens - 1)
+        table = dataclasses.replace(table, cached_tokens=cached)
     traces = []
     for link in scenario.deployment.links:
         k = int(_pick(rng, [0, 0, 1, 4]))
@@ -253,7 +306,8 @@ def decisions_of(case: Case) -> list[Decision]:
             move = Move(int(_pick(rng, [0, 1, 1, 1, 2])))
             if rng.random() < 0.5:
                 value = float(_pick(rng, [0.0, 999.0, 1000.0, 2000.0, math.inf]))
-                clusters.append(ClusterDecision(threshold_tokens=value, move=move))
+                rule = _pick(rng, ["scarce", "abundant"]) if scenario.prefix_pool is not None else "scarce"
+                clusters.append(ClusterDecision(threshold_tokens=value, move=move, cache_rule=rule))
             else:
                 value = float(_pick(rng, [-math.inf, -1.0, 0.0, 0.0, 0.5, math.inf]))
                 clusters.append(

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
+from prfaas_env.decision import Decision
+from prfaas_env.scenarios import load_scenario
 from prfaas_env.simulator import kernel
 from prfaas_env.simulator.engine import make_engine
 from prfaas_env.simulator.formulas import ns_from_s
+from prfaas_env.simulator.records import PREFIX_COUNTERS
+from prfaas_env.simulator.world import CapacityTrace, World
+from prfaas_env.workload.requests import RequestTable
 
-from .cases import Case, compare_records, decisions_of, disagreement, shrink, world_of
+from .cases import (
+    BLOCK_TOKENS,
+    Case,
+    compare_records,
+    decisions_of,
+    disagreement,
+    shrink,
+    world_of,
+)
 
 N_CASES = 2_000
 BATCH = 50
@@ -32,6 +46,7 @@ def test_cases_reach_every_mechanism() -> None:
     seen = dict.fromkeys(
         ("conversion", "invalid move", "reject", "retry", "remote", "local", "tie", "no traffic"), 0
     )
+    pooled = dict.fromkeys(PREFIX_COUNTERS, 0)
     for seed in range(150):
         world = world_of(Case(seed))
         if len(world.requests) == 0:
@@ -46,7 +61,10 @@ def test_cases_reach_every_mechanism() -> None:
         seen["retry"] += bool((records.attempts > 1).any())
         seen["remote"] += bool((records.route == 2).any())
         seen["local"] += bool((records.route == 1).any())
-    rare = {"retry": 3, "no traffic": 1}
+        for name, count in zip(PREFIX_COUNTERS, totals.prefix, strict=True):
+            pooled[name] += count > 0
+    rare = {"retry": 3, "no traffic": 1, "mispredictions": 2}
+    seen.update(pooled)
     assert all(count >= rare.get(name, 20) for name, count in seen.items()), seen
 
 
@@ -98,6 +116,40 @@ def test_arrays_that_grow_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert disagreement(Case(seed)) is None
     assert kernel.GROW_HEAP in grown
     assert kernel.GROW_FLOWS in grown
+
+
+def test_many_copies_of_one_instant_grow_the_flows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty arrivals of one instant open a flow each for a copied prefix; the arrays grow within that instant."""
+    from prfaas_env.simulator import compiled_engine
+    from prfaas_env.simulator.layout import Sizes
+
+    no_limit = {"prfaas_capacity_bytes": None, "pd_capacity_bytes": None}
+    scenario = load_scenario("paper").replace(prefix_pool=no_limit)
+    n = 31
+    table = dataclasses.replace(
+        RequestTable.without_prefixes(
+            np.array([0] + [ns_from_s(60.0)] * (n - 1)), np.full(n, 2001), np.full(n, 2)
+        ),
+        block_offsets=np.arange(n + 1) * 9,
+        block_ids=np.tile(np.arange(9), n),
+        block_tokens=BLOCK_TOKENS,
+    )
+    capacity = CapacityTrace(np.zeros(1, dtype=np.int64), np.array([100e9]))
+    world = World(scenario, 0, table, np.zeros(n, dtype=np.int64), (capacity,))
+    monkeypatch.setattr(
+        compiled_engine, "initial_sizes", lambda scenario, changes: Sizes(heap=12, flows=1, changes=changes)
+    )
+    engines = [make_engine(name, world) for name in ("simpy", "compiled")]
+    for engine in engines:
+        engine.apply(Decision.same(1, threshold_tokens=math.inf))
+        engine.run_until(ns_from_s(60.0))
+        engine.apply(Decision.same(1, threshold_tokens=0.0, cache_rule="abundant"))
+        engine.run_until(ns_from_s(60.0001))
+        assert engine.telemetry().link[0].open_flows == n - 1
+        engine.run_to_end(ns_from_s(10_000.0))
+    assert engines[0].totals().prefix[PREFIX_COUNTERS.index("copies")] == n - 1
+    assert engines[0].totals() == engines[1].totals()
+    assert compare_records(engines[0].records, engines[1].records) is None
 
 
 def test_snapshot_and_restore_are_exact() -> None:

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from prfaas_env.base import STREAMS, Bps, Frozen, PrfaasError, first_error, parse_bps, stream, write_whole
+from prfaas_env.base import (
+    STREAMS,
+    Bps,
+    Frozen,
+    PrfaasError,
+    first_error,
+    parse_bps,
+    parse_bytes,
+    stream,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +63,38 @@ def test_a_unit_that_could_mean_bits_or_bytes_is_refused(unit: str) -> None:
 def test_a_text_without_a_number_is_no_rate(text: str) -> None:
     with pytest.raises(ValueError, match="not a rate"):
         parse_bps(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("256 GB", 256e9),
+        ("2 TiB", 2 * 2**40),
+        ("1.5 MiB", 1.5 * 2**20),
+        ("7kB", 7e3),
+        ("12 B", 12),
+        ("1e12", 1e12),
+        (5, 5),
+        (None, None),
+    ],
+)
+def test_bytes_come_in_powers_of_1000_or_1024(text: object, n_bytes: float | None) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5 gb", "unknown unit 'gb' in '5 gb'; allowed: B, kB, MB"),
+        ("5 Gb", "unknown unit 'Gb'"),
+        ("5 GB/s", "not a number of bytes: '5 GB/s'; write a number of bytes or a text like '256 GB'"),
+        ("GB", "not a number of bytes"),
+        ("1-2 GB", "not a number of bytes"),
+    ],
+)
+def test_other_texts_are_no_bytes(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_bytes(text)
 
 
 class _Part(Frozen):

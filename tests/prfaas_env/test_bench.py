@@ -110,6 +110,22 @@ def test_engines() -> None:
     assert figures["ratio"].samples == pytest.approx([a / b for a, b in zip(compiled, simpy, strict=True)])
 
 
+def test_the_hard_world_has_everything_on() -> None:
+    scenario = bench.hard_world()
+    assert len(scenario.deployment.prfaas) == len(scenario.deployment.pd) == 2
+    assert scenario.prefix_pool is not None
+    world = bench.draw_world(scenario, 0, n_requests=300)
+    assert world.requests.block_tokens > 0
+    assert len(world.faults) > 0
+    assert world.give_up_ns is not None
+    assert world.jitter_ns is not None
+    assert scenario.faults.deadline_s is not None
+    assert all(link.flow_limit_bps < float("inf") for link in scenario.deployment.links)
+    figures = bench.hard_figures(60, 20, 2)
+    assert figures["compiled_rps"].at_least == 3e5
+    assert all(x > 0 for figure in figures.values() for x in figure.samples)
+
+
 def test_scalar_env() -> None:
     figures = bench.env_figures({"compiled": 5, "simpy": 3}, 2)
     sensible(figures)
@@ -207,7 +223,7 @@ def test_masked_actions_are_legal_and_reach_everything() -> None:
 
 
 def test_every_benchmark_of_this_package_is_listed() -> None:
-    assert bench.benchmark_names()[:5] == ["engine", "growth", "env", "vector", "start"]
+    assert bench.benchmark_names()[:6] == ["engine", "hard", "growth", "env", "vector", "start"]
 
 
 def test_all_run_in_order_or_one_alone(fake: list[tuple[str, bool]]) -> None:

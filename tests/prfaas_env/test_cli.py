@@ -108,6 +108,7 @@ def test_json_keys() -> None:
             "tpot_s",
             "throughput_rps",
             "goodput_rps",
+            "hit_share",
             "offload_share",
             "egress",
         ),

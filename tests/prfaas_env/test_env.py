@@ -164,7 +164,7 @@ def test_scenario_by_name_path_or_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scenario": "papr"}, "unknown scenario 'papr'; shipped: drift, "),
+        ({"scenario": "papr"}, "unknown scenario 'papr'; shipped: "),
         ({"engine": "gpu"}, "engine is 'gpu'; allowed: "),
         ({"routing": "length"}, "routing is 'length'; allowed: 'threshold', 'margin'"),
         ({"action": "box"}, "action is 'box'; allowed: 'discrete', 'continuous'"),

@@ -152,6 +152,16 @@ def test_info_keys() -> None:
     assert list(at_end) == [*always, "reward_terms", "episode_metrics"]
 
 
+def test_info_keys_of_a_scenario_with_a_prefix_pool() -> None:
+    listed = first_column(section("Info"), "| key |")
+    more = first_column(section("Info"), "| key (prefix pool) |")
+    env = PrfaasEnv(load_scenario("mooncake_pool", overrides=["measure.horizon_s=2"]))
+    _, at_reset = env.reset(seed=0)
+    always = [k for k in listed if k not in {"episode_seed", "reward_terms", "episode_metrics"}]
+    at = always.index("clipped")
+    assert list(at_reset) == [*always[:at], *more, *always[at:], "episode_seed"]
+
+
 def test_arguments() -> None:
     text = section("Arguments")
     parameters = inspect.signature(PrfaasEnv).parameters
@@ -173,7 +183,7 @@ def test_examples_run() -> None:
     assert result.failed == 0, "".join(told)
 
 
-@pytest.mark.parametrize("name", ["paper", "drift", "naive", "homogeneous", "mooncake"])
+@pytest.mark.parametrize("name", ["paper", "drift", "naive", "homogeneous", "mooncake", "mooncake_pool"])
 def test_the_observation_has_the_size_that_the_page_gives(name: str) -> None:
     env = PrfaasEnv(name)
     deployment = env.scenario.deployment

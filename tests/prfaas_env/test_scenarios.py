@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.policy import make_policy
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.scenarios.loader import scenario_yaml
 from prfaas_env.scenarios.models import ConstantCapacity, StepCapacity
+from prfaas_env.simulator.run import simulate
+from prfaas_env.simulator.world import draw_world
 from prfaas_env.workload.means import mean_rate_rps
 from prfaas_env.workload.models import TraceWorkload
 
@@ -554,3 +557,66 @@ def test_regimes_without_arrivals_have_no_rate_to_scale() -> None:
     silent = load_scenario("drift", overrides=["workload.arrivals.rate_rps.values=[0, 0, 0]"])
     with pytest.raises(PrfaasError, match="scenario drift: the regimes have no arrivals"):
         silent.with_rate(1.0)
+
+
+# ------------------------------------------------------------------ prefix pool
+
+NO_LIMIT = ("prefix_pool.prfaas_capacity_bytes=null", "prefix_pool.pd_capacity_bytes=null")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("prefix_pool.pd_capacity_bytes=5 gigs", "prefix_pool.pd_capacity_bytes: unknown unit 'gigs'"),
+        ("prefix_pool.pd_capacity_bytes=-1", "prefix_pool.pd_capacity_bytes: .* greater than or equal to 0"),
+        ("prefix_pool.checkpoints=often", "'end_of_prompt', 'every_n_tokens' or 'none' .found 'often'"),
+        ("prefix_pool.checkpoints=every_n_tokens", "checkpoint_every_tokens goes with .* found None"),
+        ("prefix_pool.checkpoint_every_tokens=512", "found 512 with end_of_prompt"),
+        ("prefix_pool.size=3", "unknown field 'size'"),
+        ("model.kv.bytes_per_token=0", "prefix_pool: its unit is one block of attention KV, but model"),
+    ],
+)
+def test_a_bad_prefix_pool_is_named(override: str, message: str) -> None:
+    with pytest.raises(PrfaasError, match=message):
+        load_scenario("mooncake_pool", overrides=[override])
+
+
+def test_capacities_of_a_pool_must_be_stated() -> None:
+    with pytest.raises(PrfaasError, match=r"prefix_pool.pd_capacity_bytes: Field required"):
+        load_scenario("paper", overrides=["prefix_pool.prfaas_capacity_bytes=1 TB"])
+
+
+def test_a_distance_of_checkpoints_that_is_no_whole_block_is_refused_when_the_blocks_are_known() -> None:
+    overrides = ["prefix_pool.checkpoints=every_n_tokens", "prefix_pool.checkpoint_every_tokens=1000"]
+    scenario = load_scenario("mooncake_pool", overrides=overrides)
+    with pytest.raises(PrfaasError, match=r"is 1000; it must be a whole multiple of .* block of 512 tokens"):
+        draw_world(scenario, 0)
+
+
+def test_a_pool_is_part_of_the_hash_and_none_leaves_it_alone() -> None:
+    paper = load_scenario("paper")
+    pooled = load_scenario("paper", overrides=NO_LIMIT)
+    assert pooled.hash != paper.hash
+    assert pooled.replace(prefix_pool=None).hash == paper.hash
+    assert "prefix_pool" in paper.model_dump()
+
+
+def test_hit_share_of_the_mooncake_slice() -> None:
+    """With room for all, idle prefill nodes and attention blocks alone it is that of an infinite cache, 35.1%.
+
+    A little less: a prompt that arrives while an equal one is still being prefilled finds nothing, and one token of
+    each is prefilled. With state, checkpoints behind prompts serve less; without checkpoints nothing.
+    """
+    nodes = ("deployment.pd.0.n_prefill=300", "deployment.pd.0.n_decode=300")
+
+    def share(*overrides: str) -> float:
+        scenario = load_scenario("mooncake_pool", overrides=[*NO_LIMIT, *nodes, *overrides])
+        episode = simulate(scenario, make_policy("never"), seed=0, whole_trace=True)
+        return float(episode.metrics["prefix_pool"]["hit_share"])
+
+    dense = share("model.kv.fixed_bytes=0")
+    assert 0.345 < dense < 0.351
+    every_block = ("prefix_pool.checkpoints=every_n_tokens", "prefix_pool.checkpoint_every_tokens=512")
+    assert share(*every_block) == dense
+    assert 0.30 < share() < dense
+    assert share("prefix_pool.checkpoints=none") == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from itertools import product
@@ -16,9 +17,15 @@ from gymnasium.wrappers.vector import DictInfoToList, NormalizeReward, RecordEpi
 import prfaas_env  # noqa: F401  (registers the env)
 from prfaas_env import vector
 from prfaas_env.base import PrfaasError
+from prfaas_env.decision import Decision
+from prfaas_env.policy import PolicyContext
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.simulator import kernel
+from prfaas_env.simulator.engine import make_engine
 from prfaas_env.simulator.layout import Sizes
+from prfaas_env.simulator.records import PREFIX_COUNTERS
+from prfaas_env.simulator.world import draw_world
+from prfaas_env.telemetry import Telemetry
 from prfaas_env.vector import THREADS_FROM, PrfaasVectorEnv
 from tests.differential.cases import Case, scenario_of
 
@@ -42,6 +49,8 @@ SCALARS = (
     "egress_bits",
     "clipped",
 )
+#: And with a prefix pool.
+PREFIX = {"hit_share", "hit_tokens", "mispredictions", "evictions", "copies"}
 
 
 def short(name: str = "drift", *more: str) -> Scenario:
@@ -69,7 +78,7 @@ class Scalars:
 
 def same_info(infos: dict[str, Any], e: int, info: dict[str, Any]) -> None:
     """Everything of a scalar `info` is in the batched one, marked as there."""
-    for name in SCALARS:
+    for name in (*SCALARS, *PREFIX.intersection(info)):
         assert infos[name][e] == info[name], name
         assert infos[f"_{name}"][e]
     assert np.array_equal(infos["action_mask"][e], info["action_mask"])
@@ -141,6 +150,59 @@ def test_same_as_scalar_envs(mode: AutoresetMode, routing: str, action: str) -> 
 @pytest.mark.parametrize("name", scenario_names())
 def test_same_in_every_shipped_scenario(name: str) -> None:
     assert play_both(2, 55, SAME_STEP, scenario=short(name), routing="margin") == 4
+
+
+def test_pools_of_worlds_of_different_sizes_lie_side_by_side() -> None:
+    """Rows are as wide as the largest world needs; each env plays as alone, also one loaded after a larger one."""
+    scenario = load_scenario("mooncake_pool")
+    sizes = (30, 5, 200, 60)
+    batch = vector.Batch(scenario, 3)
+    for e, n in enumerate(sizes[:3]):
+        batch.load(e, draw_world(scenario, e, n_requests=n))
+    batch.load(2, draw_world(scenario, 3, n_requests=sizes[3]))
+    until_ns = np.array([20, 40, 60]) * 10**9
+    task = np.full(3, kernel.DECIDE)
+    value, move = np.full((3, 1), 3000.0), np.full((3, 1), kernel.MOVE_NONE)
+    batch.step(task, until_ns, False, value, move, np.ones((3, 1), dtype=np.int64))
+    for e, (seed, n) in enumerate(((0, 30), (1, 5), (3, 60))):
+        engine = make_engine("compiled", draw_world(scenario, seed, n_requests=n))
+        engine.apply(Decision.same(1, threshold_tokens=3000.0, cache_rule="abundant"))
+        engine.run_until(int(until_ns[e]))
+        assert batch.totals_of(e) == engine.totals()
+    assert batch.totals_of(2).prefix[PREFIX_COUNTERS.index("hit_tokens")] > 0
+
+
+def test_same_with_prefix_pools() -> None:
+    """Also where the reference goes by the abundant rule and copies prefixes."""
+    assert play_both(3, 30, NEXT_STEP, scenario=short("mooncake_pool", "prefix_pool.metadata_age_s=2")) == 3
+    small = short("mooncake_pool", "measure.horizon_s=90.5", "prefix_pool.pd_capacity_bytes=400 GB")
+    kwargs = {"scenario": small, "reward": "paired", "reference": f"{__name__}:Copying"}
+    for mode in (NEXT_STEP, SAME_STEP):
+        assert play_both(2, 93, mode, **kwargs) == 2
+    env = make(2, **kwargs)
+    env.reset(seed=0)
+    for _ in range(90):
+        env.step(np.tile(env.single_action_space.nvec - 1, (2, 1)))
+    assert env._reference is not None
+    copies = env._reference.totals.prefix[PREFIX_COUNTERS.index("copies")]
+    assert (copies > 0).all()
+    assert (env._totals.prefix[PREFIX_COUNTERS.index("copies")] == 0).all()
+
+
+class Copying:
+    """Alternates between the two sides under the abundant rule."""
+
+    name = "copying"
+    constant = False
+
+    def reset(self, context: PolicyContext) -> None:
+        self._n_pd = context.schema.n_pd
+        self._turn = 0
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        self._turn += 1
+        threshold = 0.0 if self._turn % 2 else math.inf
+        return Decision.same(self._n_pd, threshold_tokens=threshold, cache_rule="abundant")
 
 
 def test_same_in_worlds_with_several_clusters() -> None:

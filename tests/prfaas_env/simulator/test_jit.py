@@ -277,6 +277,9 @@ def test_every_module_of_formulas_is_compiled_in() -> None:
         "prfaas_env.simulator.events",
         "prfaas_env.simulator.formulas",
         "prfaas_env.simulator.kernel",
+        "prfaas_env.simulator.kernel_prefix",
+        "prfaas_env.simulator.prefix_pool",
+        "prfaas_env.matching",
         "prfaas_env.telemetry",
     }
 

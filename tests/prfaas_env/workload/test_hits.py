@@ -166,4 +166,4 @@ def test_a_table_has_one_figure_per_request():
     zeros = np.zeros(3, dtype=np.int64)
     assert RequestTable.without_prefixes(zeros, zeros, zeros).cached_tokens.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="2 cached_tokens for 3 requests"):
-        RequestTable.without_prefixes(zeros, zeros, zeros, cached_tokens=zeros[:2])
+        RequestTable.without_prefixes(zeros, zeros, zeros, cached_tokens=zeros[:2] + 1)
