@@ -16,6 +16,7 @@ from prfaas_env.base import PrfaasError
 from prfaas_trainings.compare import DEFAULT_POLICIES, replayed_slice
 from prfaas_trainings.config import load_config
 from prfaas_trainings.demo import TRACE_CUT_S, demo_plan
+from prfaas_trainings.report import write_report
 
 from .conftest import invoke
 
@@ -25,7 +26,7 @@ def test_quick_demo(run: Callable[..., str], tmp_path: Path) -> None:
     text = run("demo", "--quick", "--out", str(out))
     names = {p.name for p in out.iterdir()}
     assert names == {
-        "demo.json", "metrics.json", "results.csv", "policy.zip", "policy.json", "training",
+        "demo.json", "metrics.json", "curves.json", "results.csv", "policy.zip", "policy.json", "training",
         "ttft_cdf_drift.png", "ttft_cdf_mooncake.png", "timeline_drift.png", "timeline_mooncake.png",
     }  # fmt: skip
     assert [p.name for p in out.parent.iterdir()] == ["demo"]
@@ -44,6 +45,10 @@ def test_quick_demo(run: Callable[..., str], tmp_path: Path) -> None:
     assert content["reference"] == "earliest_finish"
     assert LearnedPolicy(out).fingerprint == next(r["policy_hash"] for r in content["rows"] if r["learned"])
     assert any((out / "training" / "tensorboard").iterdir())
+
+    page = write_report(out, tmp_path / "report.html", 0).read_text()
+    assert "Training demo" in page
+    assert "earliest_finish" in page
 
     (out / "stale").write_text("")
     run("demo", "--quick", "--out", str(out))

@@ -257,7 +257,7 @@ def test_the_answer_by_hand() -> None:
         "6.00 [5.50, 6.50] s.",
         "On drift agent loses to rule by 1.00 s, wins against slow by 3.00 s.",
         "On drift agent sends 5.00 Gbps over the link and moves 6.0 nodes per hour (the best other policy: rule sends "
-        "7.00 Gbps over the link and moves 0.0 nodes per hour).",
+        "7.00 Gbps over the link and moves no node).",
     ]
     assert asked(comparison).startswith(
         "Which of 4 scheduling policies gives requests their first token soonest"

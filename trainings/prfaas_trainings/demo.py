@@ -147,6 +147,7 @@ def run_demo(out: Path, plan: DemoPlan, jobs: int, console: Console) -> None:
     for line in (
         f"\nDone in {took_s:,.0f} s ({parts}).",
         f"tables and plots: {out}   curves: tensorboard --logdir {out / 'training' / 'tensorboard'}",
+        f"one page with all of it: prfaas report {out}",
         f"the policy: prfaas simulate --scenario drift --policy ppo:path={out / POLICY_FILE}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

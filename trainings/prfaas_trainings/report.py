@@ -40,6 +40,8 @@ _COST_TITLES = {
 }
 #: Most things that one sentence lists.
 _LISTED = 4
+#: Most scenarios whose figures the answer spells out; with more it says on which ones.
+_SPELLED_OUT = 3
 #: Characters of a value that the method section shows.
 _MAX_VALUE = 90
 
@@ -183,7 +185,7 @@ def asked(comparison: dict[str, Any]) -> str:
     """The question, in one sentence."""
     n = comparison["seeds"]["count"]
     scenarios = comparison["scenarios"]
-    hours = ", ".join(f"{s['label']} ({s['horizon_s']:,.0f} s)" for s in scenarios)
+    hours = _list([f"{s['label']} ({s['horizon_s']:,.0f} s)" for s in scenarios], 12)
     return (
         f"Which of {_counted(len(comparison['rows']), 'scheduling policy', 'scheduling policies')} gives requests "
         f"their first token soonest on {hours}, when each meets the same requests on "
@@ -194,6 +196,8 @@ def asked(comparison: dict[str, Any]) -> str:
 
 def answer(comparison: dict[str, Any]) -> list[str]:
     """Three sentences made of the figures: who is best, where the subject loses and wins, what it costs."""
+    if len(comparison["scenarios"]) > _SPELLED_OUT:
+        return [_ranking_in_short(comparison), _standing_in_short(comparison), _price_in_short(comparison)]
     return [_ranking(comparison), _standing(comparison), _price(comparison)]
 
 
@@ -287,12 +291,63 @@ def _price(comparison: dict[str, Any]) -> str:
 def _use(scenario: dict[str, Any], policy: str) -> str:
     egress, conversions = (_mean(scenario, policy, name) for name in ("egress_mean_bps", "conversions"))
     hours = (scenario["horizon_s"] - scenario["warmup_s"]) / 3600
-    moves = conversions / hours if hours > 0 else math.nan
-    return f"{policy} sends {egress / 1e9:.2f} Gbps over the link and moves {moves:.1f} nodes per hour"
+    moves = f"{conversions / hours:.1f} nodes per hour" if conversions and hours > 0 else "no node"
+    return f"{policy} sends {egress / 1e9:.2f} Gbps over the link and moves {moves}"
+
+
+def _ranking_in_short(comparison: dict[str, Any]) -> str:
+    names, won = _same_hardware(comparison), dict[str, list[str]]()
+    for scenario in comparison["scenarios"]:
+        means = {n: _mean(scenario, n, "ttft_mean_s") for n in names}
+        told = [n for n in names if not math.isnan(means[n])]
+        if told:
+            won.setdefault(min(told, key=lambda n: means[n]), []).append(scenario["label"])
+    clauses = [
+        f"{name} has the lowest mean time to first token on {_list(labels, 6)} ({len(labels)} of "
+        f"{len(comparison['scenarios'])})"
+        for name, labels in sorted(won.items(), key=lambda item: -len(item[1]))
+    ]
+    return _sentence("; ".join(clauses) or "no request got a first token")
+
+
+def _standing_in_short(comparison: dict[str, Any]) -> str:
+    clauses = []
+    for subject in comparison["subjects"]:
+        found: dict[str, dict[str, list[str]]] = {}
+        for scenario in comparison["scenarios"]:
+            for duel in scenario["subject_minus_other_ttft_mean_s"]:
+                if duel["same_hardware"] and duel["policy"] == subject:
+                    by_other = found.setdefault(duel["word"], {})
+                    by_other.setdefault(duel["other"], []).append(scenario["label"])
+        told = [
+            f"{word} {_list([f'{other} on {_list(labels, 6)}' for other, labels in found[word].items()], 12)}"
+            for word in WORDS
+            if word in found
+        ]
+        if LOSES not in found:
+            told.insert(0, "loses to no other policy beyond doubt")
+        clauses.append(
+            f"{subject} {'; '.join(told) if found else 'has nothing on the same hardware to be compared with'}"
+        )
+    return _sentence("; ".join(clauses))
+
+
+def _price_in_short(comparison: dict[str, Any]) -> str:
+    clauses = []
+    for subject in comparison["subjects"]:
+        gbps = [_mean(s, subject, "egress_mean_bps") / 1e9 for s in comparison["scenarios"]]
+        moves = [_mean(s, subject, "conversions") for s in comparison["scenarios"]]
+        clauses.append(
+            f"{subject} sends {min(gbps):.2f} to {max(gbps):.2f} Gbps over the link and moves {min(moves):.1f} to "
+            f"{max(moves):.1f} nodes per episode, by scenario"
+        )
+    return _sentence("; ".join(clauses))
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    # a name at the start stays as it is
+    start = text[:1].upper() if text.startswith(("on ", "no ")) else text[:1]
+    return f"{start}{text[1:]}."
 
 
 def breakable(name: str) -> Any:
