@@ -23,7 +23,9 @@ TWO = [
 ]
 
 
-@pytest.fixture(scope="module", params=["maskable_ppo", "recurrent_ppo", "sac"])
+@pytest.fixture(
+    scope="module", params=["maskable_ppo", pytest.param("recurrent_ppo", marks=pytest.mark.slow), "sac"]
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, runner: EpisodeRunner
 ) -> tuple[Path, TrainingConfig, TrainingResult]:

@@ -112,7 +112,7 @@ def test_going_on_twice_from_one_checkpoint_learns_the_same(
     assert not torch.equal(ends[0], weights(out / "checkpoints" / "step_000000016"))
 
 
-@pytest.mark.parametrize("algorithm", ["recurrent_ppo", "sac"])
+@pytest.mark.parametrize("algorithm", [pytest.param("recurrent_ppo", marks=pytest.mark.slow), "sac"])
 def test_other_algorithms_go_on(quick: Quick, runner: EpisodeRunner, tmp_path: Path, algorithm: str) -> None:
     own = SAC if algorithm == "sac" else {**WILD, "lstm_units": 8}
     out = tmp_path / "run"
@@ -226,14 +226,17 @@ def wait_for_more(out: Path, n: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def test_killed_at_any_time_and_gone_on(write_config: Callable[..., Path], tmp_path: Path) -> None:
-    """A real process, killed at random moments three times: at most one interval is lost each time."""
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_killed_at_any_time_and_gone_on(
+    write_config: Callable[..., Path], tmp_path: Path, kills: int
+) -> None:
+    """A real process, killed at random moments: at most one interval is lost each time."""
     out = tmp_path / "run"
     path = write_config(total_steps=100_000, ppo=WILD)
     arguments = ["-c", str(path), "--out", str(out)]
-    moments = random.Random(5)
+    moments = random.Random(kills)
     reached = []
-    for _ in range(3):
+    for _ in range(kills):
         process = start(*arguments)
         wait_for_more(out, len(reached) and len(checkpoints(out)), process)
         time.sleep(moments.uniform(0.0, 0.8))

@@ -1,1 +1,1 @@
-"""Train, compare and demonstrate schedulers. `prfaas train`, `prfaas compare` and `prfaas demo` live here."""
+"""Train, compare and demonstrate schedulers. `prfaas train`, `evaluate`, `compare` and `demo` live here."""

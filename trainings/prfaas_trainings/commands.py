@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prfaas_trainings.training import TrainingResult
 
 #: Packages of the `train` extra that a command may need.
-_LEARNING = ("torch", "stable_baselines3", "tensorboard")
+_LEARNING = ("torch", "stable_baselines3", "sb3_contrib", "tensorboard")
 _DRAWING = ("matplotlib",)
 _EXPORTING = ("torch", "stable_baselines3", "sb3_contrib", "onnx")
 _REPORTING = ("matplotlib", "jinja2")
