@@ -72,8 +72,8 @@ def forest_figure(labels: Sequence[str], intervals: Sequence[Interval], referenc
     axes.axvline(0.0, color=_INK, linewidth=0.8)
     axes.set_yticks(range(len(labels)), [plain(label) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    reach = [abs(v) for i in intervals for v in (i.mean, i.low, i.high) if v is not None and np.isfinite(v)]
-    if reach and max(reach) > 20 * max(min(reach), 0.05):
+    reach = [abs(found.mean) for found in intervals if np.isfinite(found.mean)]
+    if reach and max(reach) > 50 * max(min(reach), 0.05):
         axes.set_xscale("symlog", linthresh=1)
     axes.set_xlabel(f"mean TTFT minus that of {plain(reference)} (s); left of 0 is better")
     axes.grid(alpha=0.25, axis="x")
