@@ -196,6 +196,29 @@ def test_killed_between_a_checkpoint_and_its_validation(
     check_axis(out, 48)
 
 
+def test_what_was_written_after_the_last_checkpoint_is_dropped(
+    quick: Quick, runner: EpisodeRunner, tmp_path: Path
+) -> None:
+    """Killed as the checkpoint of step 32 was about to be written: the curves had come to 32 already."""
+    out = tmp_path / "run"
+    real = training.write_checkpoint
+
+    def killed(*arguments: Any) -> Any:
+        if arguments[3].steps == 32:
+            raise MemoryError
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "write_checkpoint", killed)
+        with pytest.raises(MemoryError):
+            train(quick(total_steps=48, ppo=WILD), out, runner=runner)
+    assert [step for step, _ in scalars(out)["prfaas/reward"]] == [16, 32]
+    resume(out, runner=runner)
+    found = check_axis(out, 48)
+    assert [step for step, _ in found["prfaas/reward"]] == [16, 32, 48]
+    assert [step for step, _ in found["train/loss"]] == [16, 32, 48]
+
+
 def test_time_used_counts_over_all_legs(quick: Quick, runner: EpisodeRunner, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(quick(total_steps=None, minutes=0.02), out, runner=runner)

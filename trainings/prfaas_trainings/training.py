@@ -196,20 +196,21 @@ class Run:
         self._start_s = time.monotonic()
         self._leg = 0 if start is None else start.progress.leg + 1
         self.model: BaseAlgorithm = make_learner(envs.vec_env, self.codec, config.settings, config.seed)
+        if start is None:
+            fit_scaling(self.model, config.settings.scaling_steps)
+            self._saved_updates = -1
+        else:
+            if start.progress.stage == envs.stage.index:
+                envs.set_draw_states(start.progress.draws)
+            else:
+                envs.seed_stage()
+            restore(self.model, start.folder, start.state)
+            self._saved_updates = self.model._n_updates
+        # Last, so that a checkpoint that cannot be restored leaves the curves as they are.
         board = _Board(out / "tensorboard", None if start is None else start.progress.steps + 1)
         self.model.set_logger(Logger(str(out), [board]))
         #: For what is written at a moment of our own, whatever the learner has recorded and not written yet.
         self.notes = Logger(str(out), [board])
-        if start is None:
-            fit_scaling(self.model, config.settings.scaling_steps)
-            self._saved_updates = -1
-            return
-        if start.progress.stage == envs.stage.index:
-            envs.set_draw_states(start.progress.draws)
-        else:
-            envs.seed_stage()
-        restore(self.model, start.folder, start.state)
-        self._saved_updates = self.model._n_updates
 
     @property
     def elapsed_s(self) -> float:
