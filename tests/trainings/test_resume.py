@@ -310,15 +310,21 @@ def test_an_error_in_a_worker_is_told_with_its_number(
 ) -> None:
     """A reference policy that breaks in one worker after some steps."""
     (tmp_path / "breaking.py").write_text(
-        "import multiprocessing\n"
+        "import os, pathlib\n"
         "from prfaas_baselines.earliest_finish import EarliestFinish\n"
         "class Breaks(EarliestFinish):\n"
         "    asked = 0\n"
         "    def decide(self, telemetry):\n"
         "        Breaks.asked += 1\n"
-        "        if Breaks.asked > 40 and multiprocessing.current_process().name.endswith('2'):\n"
+        "        if Breaks.asked > 40 and self.is_first():\n"
         "            raise RuntimeError('the moon is full')\n"
         "        return super().decide(telemetry)\n"
+        "    def is_first(self):\n"
+        "        try:\n"
+        "            os.close(os.open(pathlib.Path(__file__).with_name('taken'), os.O_CREAT | os.O_EXCL))\n"
+        "        except FileExistsError:\n"
+        "            return False\n"
+        "        return True\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = quick(
