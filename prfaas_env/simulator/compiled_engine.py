@@ -300,13 +300,15 @@ def request_rows(world: World) -> IntArray:
     """P of a world before the start: the workload and empty records; one row more, so that it is never empty."""
     table = world.requests
     n = len(table)
-    rows = np.zeros((n + 1, L.W_P), dtype=np.int64)
+    empty = np.zeros(L.W_P, dtype=np.int64)
+    empty[L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
+    empty[L.P_PRFAAS] = -1
+    rows = np.empty((n + 1, L.W_P), dtype=np.int64)
+    rows[:] = empty
     rows[:n, L.P_ARRIVAL] = table.arrival_ns
     rows[:n, L.P_INPUT] = table.input_tokens
     rows[:n, L.P_OUTPUT] = table.output_tokens
     rows[:n, L.P_PD] = world.pd_of
-    rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
-    rows[:, L.P_PRFAAS] = -1
     rows[:n, L.P_HAD] = table.cached_tokens
     if world.give_up_ns is not None:
         rows[:n, L.P_GIVE_UP] = world.give_up_ns

@@ -94,11 +94,13 @@ class EpisodeRun:
         if t_ns < NEVER_NS:
             self.engine.run_until(t_ns)
 
-    def metrics(self, drained: bool = False) -> dict[str, Any]:
-        """The figures of the episode so far."""
+    def metrics(self, drained: bool = False, records: RequestRecords | None = None) -> dict[str, Any]:
+        """The figures of the episode so far; `records` are those of the engine now, if they have been read already."""
         end = self.engine.totals()
         start = self.start if self.start is not None else end
-        return episode_metrics(self.world, self.engine.records, start, end, horizon_reached=not drained)
+        if records is None:
+            records = self.engine.records
+        return episode_metrics(self.world, records, start, end, horizon_reached=not drained)
 
 
 def _is_over(world: World, engine: Engine) -> bool:
@@ -164,4 +166,5 @@ def simulate(
             break
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(TIMELINE))
     lines = {name: columns[:, k] for k, name in enumerate(TIMELINE)} if timeline else None
-    return Episode(world, run.engine.records, run.engine.totals(), run.metrics(drain), lines)
+    records = run.engine.records
+    return Episode(world, records, run.engine.totals(), run.metrics(drain, records), lines)
