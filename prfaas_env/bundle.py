@@ -29,10 +29,9 @@ from prfaas_env.bundle_manifest import (
     BundleManifest,
     read_bundle,
 )
-from prfaas_env.decision import N_MOVES, Decision, Move
+from prfaas_env.decision import N_MOVES, Decision
 from prfaas_env.onnx_check import BadNetworkError, check_network
-from prfaas_env.policy import Policy, PolicyContext, make_policy
-from prfaas_env.simulator.formulas import ns_from_s
+from prfaas_env.policy import OwnInterval, Policy, PolicyContext, make_policy
 from prfaas_env.sites import link_pairs
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
 
@@ -162,17 +161,16 @@ class BundlePolicy:
         heads = [LOGITS] if self._codec.form == "discrete" else continuous
         self._n_heads = len(heads)
         self._outputs = [*heads, *(state.output for state in self._states)]
-        self._interval_ns = ns_from_s(self._decision.decision_interval_s)
+        self._clock = OwnInterval(self._decision.decision_interval_s, f"bundle {self.folder}")
         self._schema: TelemetrySchema | None = None
         self._rng = np.random.default_rng(0)
         self._inputs: dict[str, Float32] = {}
-        self._period = -1
-        self._held = Decision(())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BundlePolicy:
         """A copy with a state of its own; the network, which has none, is shared."""
         other = copy.copy(self)
         other._rng = copy.deepcopy(self._rng, memo)
+        other._clock = copy.copy(self._clock)
         other._inputs = dict(self._inputs)  # arrays are replaced, never written to
         return other
 
@@ -193,39 +191,20 @@ class BundlePolicy:
         )
         if misfit:
             raise PrfaasError(f"bundle {self.folder}: {misfit}")
-        control_s = context.scenario.control.control_interval_s
-        if self._interval_ns % ns_from_s(control_s):
-            raise PrfaasError(
-                f"bundle {self.folder}: decides every {self._decision.decision_interval_s:g} s; the scenario's "
-                f"control_interval_s {control_s:g} does not divide that"
-            )
+        self._clock.reset(context)
         self._schema = context.schema
         self._rng = stream(context.seed if self._seed is None else self._seed, "policy")
         self._inputs = {s.input: np.zeros(s.shape, dtype=np.float32) for s in self._states}
-        self._period = -1
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """A new decision at the start of each interval of its own, the held one in between."""
-        period = telemetry.time_ns // self._interval_ns
-        if period == self._period:
-            return self._held
+        if not self._clock.is_due(telemetry):
+            return self._clock.held
         if telemetry.schema is not self._schema and telemetry.schema != self._schema:
             raise PrfaasError(
                 f"bundle {self.folder}: telemetry has another schema than the context of reset()"
             )
-        self._period = period
-        decided = self._codec.decode(self.act(telemetry))
-        self._held = Decision(
-            tuple(
-                c if c.move is Move.NONE else dataclasses.replace(c, move=Move.NONE) for c in decided.clusters
-            )
-        )
-        return Decision(
-            tuple(
-                cluster if telemetry.legal_moves[i][cluster.move] else held
-                for i, (cluster, held) in enumerate(zip(decided.clusters, self._held.clusters, strict=True))
-            )
-        )
+        return self._clock.decided(telemetry, self._codec.decode(self.act(telemetry)))
 
     def act(self, telemetry: Telemetry) -> NDArray[Any]:
         """The action at a reading, shape (2 * n_pd,): one step of the network, which moves recurrent state on."""

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,8 +19,9 @@ import yaml
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.bundle_manifest import MANIFEST_FILE, is_bundle
-from prfaas_env.decision import Decision
+from prfaas_env.decision import Decision, Move
 from prfaas_env.scenarios.models import Scenario
+from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
 
 _GROUP = "prfaas.policies"
@@ -50,6 +51,56 @@ class Policy(Protocol):
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """Decision for the interval that starts now."""
+
+
+class OwnInterval:
+    """The clock of a policy that decides less often than it is asked.
+
+    It holds the routing of its last decision between and orders a move once; one that is not legal then becomes none.
+
+    Args:
+        interval_s: time between two decisions.
+        where: the policy, for messages.
+    """
+
+    def __init__(self, interval_s: float, where: str) -> None:
+        self._interval_s = interval_s
+        self._interval_ns = ns_from_s(interval_s)
+        self._where = where
+        self._period = -1
+        self.held = Decision(())
+        """The last decision without its moves."""
+
+    def reset(self, context: PolicyContext) -> None:
+        """Start an episode.
+
+        Raises:
+            PrfaasError: the scenario's control interval does not divide this one.
+        """
+        control_s = context.scenario.control.control_interval_s
+        if self._interval_ns % ns_from_s(control_s):
+            raise PrfaasError(
+                f"{self._where}: decides every {self._interval_s:g} s; the scenario's "
+                f"control_interval_s {control_s:g} does not divide that"
+            )
+        self._period = -1
+
+    def is_due(self, telemetry: Telemetry) -> bool:
+        """Whether a new interval has begun since the last decision."""
+        return telemetry.time_ns // self._interval_ns != self._period
+
+    def decided(self, telemetry: Telemetry, decision: Decision) -> Decision:
+        """Take the decision of the interval that begins; gives what goes out now."""
+        self._period = telemetry.time_ns // self._interval_ns
+        self.held = Decision(
+            tuple(c if c.move is Move.NONE else replace(c, move=Move.NONE) for c in decision.clusters)
+        )
+        return Decision(
+            tuple(
+                cluster if telemetry.legal_moves[i][cluster.move] else held
+                for i, (cluster, held) in enumerate(zip(decision.clusters, self.held.clusters, strict=True))
+            )
+        )
 
 
 def policy_names() -> list[str]:

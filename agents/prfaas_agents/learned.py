@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from stable_baselines3.common.policies import BasePolicy
 from prfaas_agents.algorithms import ALGORITHMS, make_network
 from prfaas_agents.record import PolicyRecord, check_fits, read_record, resolve
 from prfaas_env.base import PrfaasError
-from prfaas_env.decision import Decision, Move
-from prfaas_env.policy import PolicyContext
-from prfaas_env.simulator.formulas import ns_from_s
+from prfaas_env.decision import Decision
+from prfaas_env.policy import OwnInterval, PolicyContext
 from prfaas_env.telemetry import Telemetry
 
 
@@ -64,9 +62,7 @@ class LearnedPolicy:
         self.record = read_record(self.file)
         self._network = load_network(self.file, self.record)
         self._codec = self.record.action.codec()
-        self._interval_ns = ns_from_s(self.record.decision_interval_s)
-        self._period = -1
-        self._held = Decision(())
+        self._clock = OwnInterval(self.record.decision_interval_s, f"policy {self.file}")
         self._state: tuple[NDArray[Any], ...] | None = None
 
     @property
@@ -87,29 +83,14 @@ class LearnedPolicy:
     def reset(self, context: PolicyContext) -> None:
         """Start an episode; refuses a deployment that it does not fit."""
         check_fits(self.record, context, self.file)
-        control_ns = ns_from_s(context.scenario.control.control_interval_s)
-        if self._interval_ns % control_ns:
-            raise PrfaasError(
-                f"policy {self.file}: decides every {self.record.decision_interval_s:g} s; the scenario's "
-                f"control_interval_s {context.scenario.control.control_interval_s:g} does not divide that"
-            )
-        self._period = -1
+        self._clock.reset(context)
         self._state = None
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """A new decision at the start of each interval of its own, the held one in between."""
-        period = telemetry.time_ns // self._interval_ns
-        if period == self._period:
-            return self._held
-        self._period = period
-        decided = self._codec.decode(self._act(telemetry))
-        self._held = Decision(tuple(dataclasses.replace(c, move=Move.NONE) for c in decided.clusters))
-        return Decision(
-            tuple(
-                cluster if telemetry.legal_moves[i][cluster.move] else held
-                for i, (cluster, held) in enumerate(zip(decided.clusters, self._held.clusters, strict=True))
-            )
-        )
+        if not self._clock.is_due(telemetry):
+            return self._clock.held
+        return self._clock.decided(telemetry, self._codec.decode(self._act(telemetry)))
 
     def _act(self, telemetry: Telemetry) -> NDArray[Any]:
         """The action of the network; the state of a recurrent one lasts from `reset` on."""

@@ -743,9 +743,7 @@ class SimpyEngine:
         """Link to go over, or -1 for local prefill. Decided once, at arrival."""
         if not site.links:
             return -1
-        return self._alive_or_local(site, self._chosen_link(site, request, incremental))
-
-    def _alive_or_local(self, site: PdSite, link: int) -> int:
+        link = self._chosen_link(site, request, incremental)
         return link if link < 0 else self._alive(site, link)
 
     def _chosen_link(self, site: PdSite, request: int, incremental: int) -> int:

@@ -146,7 +146,7 @@ def test_recurrent_state_moves_on_and_starts_anew_with_reset(tmp_path: Path) -> 
         (cluster,) = policy.decide(telemetry).clusters
         assert cluster.margin_s == MARGIN_GRID_S[int(memory[:N_GRID].argmax())]
         assert cluster.move == int(memory[N_GRID:].argmax())
-        differed |= plain.decide(telemetry) != policy._held
+        differed |= plain.decide(telemetry) != policy._clock.held
     assert differed
 
 
