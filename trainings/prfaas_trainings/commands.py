@@ -23,6 +23,18 @@ _DRAWING = ("matplotlib",)
 _EXPORTING = ("torch", "stable_baselines3", "sb3_contrib", "onnx")
 _REPORTING = ("matplotlib", "jinja2")
 
+#: Options that several commands share.
+FirstSeed = Annotated[
+    int | None, typer.Option(help="First episode seed; default the first one of the split.")
+]
+SplitName = Annotated[str, typer.Option(help="What the seeds are for: test, validation or training.")]
+Reference = Annotated[
+    str | None, typer.Option(help="Policy that differences are taken from; default the first.")
+]
+EngineName = Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")]
+
 
 def _need(packages: tuple[str, ...], what: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -45,15 +57,9 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of episode seeds.")] = 20,
-    first_seed: Annotated[
-        int | None, typer.Option(help="First episode seed; default the first one of the split.")
-    ] = None,
-    split: Annotated[
-        str, typer.Option(help="What the seeds are for: test, validation or training.")
-    ] = "test",
-    reference: Annotated[
-        str | None, typer.Option(help="Policy that differences are taken from; default the first.")
-    ] = None,
+    first_seed: FirstSeed = None,
+    split: SplitName = "test",
+    reference: Reference = None,
     deployments: Annotated[
         bool, typer.Option("--deployments", help="Add never@homogeneous and always@naive.")
     ] = False,
@@ -61,10 +67,8 @@ def compare(
         list[str] | None,
         typer.Option("--set", help="field.path=value for every scenario; may be repeated."),
     ] = None,
-    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
-    ] = None,
+    engine: EngineName = DEFAULT_ENGINE,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +87,7 @@ def compare(
     force: Annotated[
         bool, typer.Option("--force", help="Start anew: remove the comparison in --out.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run policies on the same seeds: figures, paired differences with intervals, who loses to whom."""
     from prfaas_env.scenarios import load_scenario
@@ -184,28 +188,20 @@ def sweep(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Episodes per cell and policy; default 10, or the study's.")
     ] = None,
-    first_seed: Annotated[
-        int | None, typer.Option(help="First episode seed; default the first one of the split.")
-    ] = None,
-    split: Annotated[
-        str, typer.Option(help="What the seeds are for: test, validation or training.")
-    ] = "test",
-    reference: Annotated[
-        str | None, typer.Option(help="Policy that differences are taken from; default the first.")
-    ] = None,
+    first_seed: FirstSeed = None,
+    split: SplitName = "test",
+    reference: Reference = None,
     metric: Annotated[
         list[str] | None, typer.Option("--metric", help="Figure to show and draw; may be repeated.")
     ] = None,
-    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
-    ] = None,
+    engine: EngineName = DEFAULT_ENGINE,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the sweep; default runs/sweep-NAME. Goes on with one there."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start anew: remove the sweep in --out.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Vary one or two scenario fields, run policies on every cell, show and draw what comes out."""
     from prfaas_trainings import sweep_command
@@ -401,14 +397,12 @@ def evaluate(
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint at this step; default the run's best policy.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
-    ] = None,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None, typer.Option(help="Write results.csv, metrics.json and plots to this folder.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier result in --out.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a trained policy on the scenarios of its training, as its validation did, on seeds of a split."""
     _need((*_LEARNING, *_DRAWING), "evaluate")
@@ -475,9 +469,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds instead of minutes: shows that everything runs.")
     ] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default the cores of this machine.")
-    ] = None,
+    jobs: Jobs = None,
 ) -> None:
     """Replay a real trace, learn for a few minutes, compare on data that nobody has seen."""
     _need((*_LEARNING, *_DRAWING), "demo")
