@@ -7,13 +7,14 @@ between the first unresolved request and the end of its look ahead, which is lit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas_env.outlook import Outlook, rewrite
 from prfaas_env.scenarios.models import Scenario
-from prfaas_env.simulator import kernel
+from prfaas_env.simulator import kernel, prefix_pool
 from prfaas_env.simulator import layout as L
 from prfaas_env.simulator.compiled_engine import CompiledEngine, StateView
 from prfaas_env.simulator.formulas import FloatArray, IntArray
@@ -84,12 +85,47 @@ class Branches:
         if k in range(*slots.indices(self.n)):
             raise ValueError(f"branch {k} cannot be set to itself")
         first, last = self._rows[k].tolist()
-        self._put(self._batch.view(k), first, last, slots, int(self._limit_ns[k]))
+        self._put(self.view(k), first, last, slots, int(self._limit_ns[k]))
+
+    def redraw(self, k: int, outlook: Outlook, until_ns: int) -> None:
+        """Let a branch that was set expect an outlook in the place of what its world holds; see `outlook.rewrite`.
+
+        Args:
+            k: the branch.
+            outlook: what it is to expect.
+            until_ns: the last instant that it will be stepped to.
+
+        Raises:
+            ValueError: its world has prefix pools, which know the prompts of their world only.
+        """
+        batch = self._batch
+        if batch.caches[k, prefix_pool.ON]:
+            raise ValueError("a branch with prefix pools cannot expect other requests than its world holds")
+        last = int(batch.ints[k, L.NEXT_ARRIVAL]) + len(outlook.output_tokens)
+        batch.make_rows(last + 1, 1)
+        sizes = batch.layout.sizes
+        if batch.ints[k, L.HEAP_N] + batch.layout.n_inst + batch.layout.n_link > sizes.heap:
+            batch.make_room(replace(sizes, heap=2 * sizes.heap))
+        rewrite(self.view(k), outlook)
+        self._rows[k, 1] = last
+        self._limit_ns[k] = until_ns
+
+    def view(self, k: int) -> StateView:
+        """The state of a branch as it lies in memory; all requests before its `first_open` are resolved."""
+        batch, world = self._batch, self._batch.worlds[k]
+        if world is None:
+            raise ValueError(f"branch {k} has not been set")
+        state = (batch.ints[k], batch.reals[k], batch.requests[k], batch.caches[k])
+        return StateView(world, batch.layout, *state, int(self._rows[k, 0]))
+
+    def fits(self, scenario: Scenario) -> bool:
+        """Whether sources may be of this scenario."""
+        return scenario is self._batch.scenario or scenario == self._batch.scenario
 
     def _same_scenario(self, world: World) -> None:
-        mine = self._batch.scenario
-        if world.scenario is not mine and world.scenario != mine:
-            raise ValueError(f"branches are of scenario {mine.name}, the source is of {world.scenario.name}")
+        if not self.fits(world.scenario):
+            mine = self._batch.scenario.name
+            raise ValueError(f"branches are of scenario {mine}, the source is of {world.scenario.name}")
 
     def _take(
         self,

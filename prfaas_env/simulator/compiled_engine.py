@@ -110,6 +110,11 @@ class StateView(NamedTuple):
     caches: IntArray
     first_open: int
 
+    @property
+    def now_ns(self) -> int:
+        """Present instant."""
+        return int(self.ints[L.NOW])
+
 
 class CompiledEngine:
     """One episode of one world; see `engine.Engine`."""
@@ -331,15 +336,19 @@ def recent_lengths(ints: IntArray, pd: int) -> IntArray:
     return ring[:n].copy() if n < RECENT_LENGTHS else np.concatenate((ring[at:], ring[:at]))
 
 
+def blank_rows(n: int) -> IntArray:
+    """Rows of P of n requests that have not arrived, without their workload."""
+    rows = np.zeros((n, L.W_P), dtype=np.int64)
+    rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
+    rows[:, L.P_PRFAAS] = -1
+    return rows
+
+
 def request_rows(world: World) -> IntArray:
     """P of a world before the start: the workload and empty records; one row more, so that it is never empty."""
     table = world.requests
     n = len(table)
-    empty = np.zeros(L.W_P, dtype=np.int64)
-    empty[L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
-    empty[L.P_PRFAAS] = -1
-    rows = np.empty((n + 1, L.W_P), dtype=np.int64)
-    rows[:] = empty
+    rows = blank_rows(n + 1)
     rows[:n, L.P_ARRIVAL] = table.arrival_ns
     rows[:n, L.P_INPUT] = table.input_tokens
     rows[:n, L.P_OUTPUT] = table.output_tokens
