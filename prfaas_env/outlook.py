@@ -172,7 +172,6 @@ def _forget_events(state: StateView) -> None:
     order = np.lexsort((kept[:, 1], kept[:, 0]))
     Z[base : base + 2 * len(kept)] = kept[order].ravel()
     Z[L.HEAP_N] = len(kept)
-    Z[L.N_FAULTS] = Z[L.FAULT_AT]
     instances = Z[L.AT_INST : L.AT_INST + int(Z[L.N_INST]) * L.W_INST].reshape(-1, L.W_INST)
     instances[:, [L.I_NEXT_NS, L.I_SCHED_NS, L.I_SCHED_AFTER_NS]] = NEVER_NS
 

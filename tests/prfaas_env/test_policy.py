@@ -15,7 +15,14 @@ from pydantic import BaseModel
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision
-from prfaas_env.policy import Policy, PolicyContext, make_policy, policy_names
+from prfaas_env.policy import (
+    Policy,
+    PolicyContext,
+    is_simulator_only,
+    make_policy,
+    policy_names,
+    refuse_simulator_only,
+)
 from prfaas_env.scenarios import load_scenario
 from prfaas_env.simulator.run import simulate
 from prfaas_env.simulator.world import scenario_schema
@@ -208,3 +215,46 @@ def test_policies_are_found_without_importing_them() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
     )
     assert result.stdout.strip() == f"{len(policy_names())} []"
+
+
+# ------------------------------------------------------------------ policies that look into the simulator
+
+
+class Looking(Recording):
+    """Notes in which order it is called, and what it sees of the engine."""
+
+    simulator_only = True
+    name = "looking"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def reset(self, context: PolicyContext) -> None:
+        self.calls.append("reset")
+
+    def attach(self, engine: Any) -> None:
+        self.calls.append(f"attach {engine.name} {engine.now_ns}")
+        self.engine = engine
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        self.calls.append(f"decide {self.engine.now_ns == telemetry.time_ns}")
+        return Decision.same(telemetry.schema.n_pd, margin_s=0.0)
+
+
+def test_a_planner_gets_the_engine_before_it_decides() -> None:
+    policy = Looking()
+    simulate(load_scenario("paper"), policy, seed=0, duration_s=2.0)
+    assert policy.calls == ["reset", "attach compiled 0", "decide True", "decide True"]
+    assert is_simulator_only(policy)
+    assert not is_simulator_only(Recording())
+
+
+def test_a_planner_is_refused_where_it_cannot_look() -> None:
+    with pytest.raises(PrfaasError, match=r"'looking' looks into the simulator.*only; found engine 'simpy'"):
+        simulate(load_scenario("paper"), Looking(), seed=0, duration_s=2.0, engine="simpy")
+    with pytest.raises(
+        PrfaasError, match=r"policy 'x:y' looks into the simulator and cannot fly; it runs in"
+    ):
+        refuse_simulator_only(Looking(), "x:y", "fly")
+    refuse_simulator_only(Recording(), "x:y", "fly")
