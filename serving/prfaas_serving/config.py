@@ -96,7 +96,9 @@ class Admin(Frozen):
 class Upstream(Frozen):
     """Connections to workers."""
 
-    ca_file: str | None = Field(default=None, description="authorities for https workers; none = the system's")
+    ca_file: str | None = Field(
+        default=None, description="authorities for https workers; none = the system's"
+    )
     client_cert_file: str | None = None
     client_key_file: str | None = None
     connect_s: _Positive = Field(default=2.0, description="time to open a connection")
@@ -116,7 +118,8 @@ class WorkerSpec(Frozen):
     bootstrap_port: _Port = Field(default=8998, description="SGLang and Mooncake: port of the KV hand-over")
     instance_id: str | None = Field(default=None, description="Dynamo: id of the instance; digits")
     api_key_env: str | None = Field(
-        default=None, description="environment variable with the key sent to this worker in place of the caller's"
+        default=None,
+        description="environment variable with the key sent to this worker in place of the caller's",
     )
 
     @field_validator("url")
@@ -207,7 +210,9 @@ class Length(Frozen):
         default=None, description="tokenizer.json, or the folder it is in (with its chat template)"
     )
     ask_engine: bool = Field(default=True, description="without a tokenizer: ask a worker's /tokenize")
-    ask_engine_s: _Positive = Field(default=0.5, description="how long that may take before the estimate is used")
+    ask_engine_s: _Positive = Field(
+        default=0.5, description="how long that may take before the estimate is used"
+    )
     chars_per_token: float = Field(default=4.0, gt=0, le=100, description="the estimate")
     message_tokens: int = Field(
         default=4, ge=0, description="tokens that a chat template adds per message, for the estimate"
@@ -232,7 +237,9 @@ class Cache(Frozen):
     @model_validator(mode="after")
     def _distance(self) -> Self:
         if (self.checkpoints == "every_n_tokens") != (self.checkpoint_every_tokens is not None):
-            raise ValueError("checkpoint_every_tokens goes with checkpoints: every_n_tokens and no other rule")
+            raise ValueError(
+                "checkpoint_every_tokens goes with checkpoints: every_n_tokens and no other rule"
+            )
         if self.checkpoint_every_tokens is not None and self.checkpoint_every_tokens % self.block_tokens:
             raise ValueError(f"checkpoint_every_tokens must be a whole multiple of {self.block_tokens}")
         return self
@@ -245,7 +252,14 @@ class Deadlines(Frozen):
     prefill_factor: float = Field(default=3.0, ge=1, description="times the predicted wait and prefill")
     transfer_floor_s: _Positive = Field(default=5.0, description="least time of a KV transfer")
     transfer_factor: float = Field(default=3.0, ge=1, description="times bytes over observed bandwidth")
-    first_token_s: _Positive = Field(default=120.0, description="decode leg without a transfer: first content")
+    first_token_s: _Positive = Field(
+        default=120.0, description="decode leg without a transfer: first content"
+    )
+    generation_factor: float = Field(
+        default=4.0,
+        ge=1,
+        description="answers that are not streamed: times the decode steps of a full batch; without max_tokens total_s",
+    )
     idle_s: _Positive = Field(default=60.0, description="longest gap within a stream")
     total_s: _Positive = Field(default=3600.0, description="a whole request")
     queue_s: _Positive = Field(default=10.0, description="longest wait for a free worker in this router")
@@ -363,7 +377,9 @@ class Resolved:
         pds = self.scenario.deployment.pd
         names = [pd.name for pd in pds]
         if config.pd is not None and config.pd not in names:
-            raise PrfaasError(f"{where}: pd: no PD cluster {config.pd!r} in the scenario; known: {', '.join(names)}")
+            raise PrfaasError(
+                f"{where}: pd: no PD cluster {config.pd!r} in the scenario; known: {', '.join(names)}"
+            )
         self.pd_index = 0 if config.pd is None else names.index(config.pd)
         self.pd = pds[self.pd_index]
         self.links = tuple(link for link in self.scenario.deployment.links if link.pd == self.pd.name)
@@ -386,7 +402,9 @@ class Resolved:
         if worker.cluster != self.pd.name and worker.role != "prefill":
             raise PrfaasError(f"{at}: role is {worker.role!r}; workers of a PrfaaS cluster only prefill")
         if self.config.backend == "dynamo_direct" and not (worker.instance_id or "").isdigit():
-            raise PrfaasError(f"{at}: instance_id must be digits for dynamo_direct, found {worker.instance_id!r}")
+            raise PrfaasError(
+                f"{at}: instance_id must be digits for dynamo_direct, found {worker.instance_id!r}"
+            )
         if worker.api_key_env is not None and not os.environ.get(worker.api_key_env):
             raise PrfaasError(f"{at}: api_key_env: environment variable {worker.api_key_env!r} is not set")
 
@@ -443,7 +461,10 @@ class Resolved:
             ("backend", config.backend),
             ("scenario", f"{self.scenario.name} (hash {self.scenario.hash}), PD cluster {self.pd.name}"),
             ("remote clusters", ", ".join(self.remote_clusters) or "none: nothing can go remote"),
-            ("decision", f"{rule}{' (planned for the scenario)' if planned else ''}, cache rule {decision.cache_rule}"),
+            (
+                "decision",
+                f"{rule}{' (planned for the scenario)' if planned else ''}, cache rule {decision.cache_rule}",
+            ),
             ("workers from", ", ".join(found)),
             (
                 "workers",
@@ -452,7 +473,10 @@ class Resolved:
             ),
             ("prompt length", length),
             ("prefix index", self._cache_mode()),
-            ("listen", f"{'https' if config.listen.tls else 'http'}://{config.listen.host}:{config.listen.port}"),
+            (
+                "listen",
+                f"{'https' if config.listen.tls else 'http'}://{config.listen.host}:{config.listen.port}",
+            ),
             (
                 "admin",
                 "off" if config.admin is None else f"{config.admin.host}:{config.admin.port}, token required",

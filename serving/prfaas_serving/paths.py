@@ -168,7 +168,13 @@ class Paths:
         return float(self.kv.transfer_bytes(max(tokens, 0)) * BITS_PER_BYTE)
 
     def remote_s(
-        self, cluster: str, state: PathState, new_tokens: int, cached_tokens: int, had_tokens: int, now_s: float
+        self,
+        cluster: str,
+        state: PathState,
+        new_tokens: int,
+        cached_tokens: int,
+        had_tokens: int,
+        now_s: float,
     ) -> float:
         """Predicted first-token time over a link; the PD cluster already has `had_tokens`."""
         link = self.links[cluster]
@@ -193,7 +199,9 @@ class Paths:
             self.first_step_s,
         )
 
-    def transfer_deadline_s(self, cluster: str, bits: float, factor: float, floor_s: float, now_s: float) -> float:
+    def transfer_deadline_s(
+        self, cluster: str, bits: float, factor: float, floor_s: float, now_s: float
+    ) -> float:
         """Time for a KV cache to arrive: factor x bits on the link / observed bandwidth + floor.
 
         The bits of transfers that share the link count too: under fair sharing they may all be served first.

@@ -57,7 +57,15 @@ HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = (
     HOP_BY_HOP
     | STRIPPED_HEADERS
-    | {"host", "content-length", "accept-encoding", "expect", "content-encoding", "x-request-id", "content-type"}
+    | {
+        "host",
+        "content-length",
+        "accept-encoding",
+        "expect",
+        "content-encoding",
+        "x-request-id",
+        "content-type",
+    }
 )
 #: Names of the output limit, per API, that a prefill leg must clamp.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -166,7 +174,11 @@ def answer_headers(
     found: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():
         lower = name.lower()
-        if lower in HOP_BY_HOP or lower in named or lower in {"content-length", "content-encoding", "x-request-id"}:
+        if (
+            lower in HOP_BY_HOP
+            or lower in named
+            or lower in {"content-length", "content-encoding", "x-request-id"}
+        ):
             continue
         if lower == "location" or any(address in value for address in addresses):
             continue

@@ -108,9 +108,13 @@ class Worker:
         self.failed_probes = 0
         self.kv_asked_tokens = 0
         """Tokens whose KV this worker was told to fetch."""
+        self.kv_moved_share: float | None = None
+        """Tokens it says it fetched over those it was told to fetch, where its engine counts them."""
         self.probed = False
         """Whether a real generation has passed."""
-        role_limit = config.limits.prefill_per_worker if spec.role == "prefill" else config.limits.decode_per_worker
+        role_limit = (
+            config.limits.prefill_per_worker if spec.role == "prefill" else config.limits.decode_per_worker
+        )
         self._most = spec.max_concurrent or role_limit
         self._allowed = float(self._most)
         self._ramp_s = health.ramp_s
@@ -123,7 +127,7 @@ class Worker:
         """Address of a path of this worker."""
         found = self._urls.get(path)
         if found is None:
-            found = URL(self.spec.url + path)
+            found = URL(self.spec.url + path, encoded=True)
             if len(self._urls) < 64:
                 self._urls[path] = found
         return found
@@ -161,7 +165,9 @@ class Worker:
         if not self.assigned:
             return 0.0
         head = self.assigned[0]
-        return max(self.assigned_s - head.predicted_s, 0.0) + max(head.started_s + head.predicted_s - now_s, 0.0)
+        return max(self.assigned_s - head.predicted_s, 0.0) + max(
+            head.started_s + head.predicted_s - now_s, 0.0
+        )
 
     # ------------------------------------------------------------------ life of an attempt
 

@@ -66,6 +66,9 @@ class Backend(Protocol):
         """A request to a decode worker that makes the prefill worker let its staged cache go; None if closing the
         legs is enough."""
 
+    def forget(self, prefill: Worker) -> None:
+        """A prefill worker failed: what was learned about it may no longer hold."""
+
     def mismatch(self, answer: dict[str, Any], handover: HandOver) -> bool:
         """Whether the hand-over belongs to another prompt than the one that was prefilled."""
 
@@ -95,6 +98,9 @@ class Plain:
     def release_leg(self, job: Job, handover: HandOver) -> Leg | None:
         """Closing the legs is enough."""
         return None
+
+    def forget(self, prefill: Worker) -> None:
+        """Nothing was learned."""
 
     def mismatch(self, answer: dict[str, Any], handover: HandOver) -> bool:
         """Cannot be told."""

@@ -116,7 +116,12 @@ def _sglang_load(content: bytes) -> tuple[float, float, float | None, dict[str, 
         raise Unreadable
     waiting = fields.get("num_waiting_reqs", fields.get("num_queue_reqs", 0.0))
     waiting += sum(fields.get(f"disaggregation.{name}", 0.0) for name in _SGLANG_QUEUES)
-    return running, waiting, fields.get("token_usage"), fields
+    use = max((rank["token_usage"] for rank in ranks if _is_share(rank.get("token_usage"))), default=None)
+    return running, waiting, use, fields
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _add_numbers(found: dict[str, float], part: Any, prefix: str) -> None:
