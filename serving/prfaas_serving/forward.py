@@ -54,6 +54,9 @@ log = logging.getLogger("prfaas_serving.forward")
 
 #: After a failed decode leg, how long its partner may take to say that it failed first.
 _BLAME_S = 0.05
+#: How long a prefill leg whose client has left may take to hand over a name for what it staged. Cut off in the moment
+#: it answers, its cache would stay until the lease ends.
+_LATE_S = 0.2
 #: Reasons of an end that is none: the engine gave the request up.
 _ABORTED = frozenset({"abort", "error"})
 
@@ -971,9 +974,9 @@ class Exchange:
         """Local prefill if it may still be tried, else a decode worker alone; None for a prompt that is too long."""
         f, now_s = self._f, time.monotonic()
         limit = f.config.retry.local_max_tokens
-        if self.route.kind == "remote" and limit is not None and self._prompt is not None:
-            if self._prompt.tokens > limit:
-                return None
+        tokens = 0 if self._prompt is None else self._prompt.tokens
+        if self.route.kind == "remote" and limit is not None and tokens > limit:
+            return None
         if self._prefill_tries < f.config.retry.max_prefill_tries:
             fresh = [w for w in f.fleet.local_prefill.usable(now_s) if w not in self._avoid]
             if fresh:
@@ -989,6 +992,8 @@ class Exchange:
 
     def _without_worker(self, missing: NoWorker) -> Route | None:
         """The next route where a pool has no worker to give."""
+        if self._last is not None and self._last.kind == "busy":
+            raise self._given_up()  # nobody is free because all have refused
         if self.forced is not None or self.route.kind == "alone" or self.job.local_reason is not None:
             raise self._no_endpoint(str(missing), full=missing.full)
         if not self._f.fleet.decode.any_usable(time.monotonic()):
@@ -1026,11 +1031,11 @@ class Exchange:
         source = self._handle.prefill if self._handle is not None else None
         if source is None and self._prefill is not None:
             source = self._prefill.worker
-        if failure.leg == "decode" and self._fetching and self._decode is not None and source is not None:
-            if failure.kind in ILL and f.fleet.pairs.failed(source.name, self._decode.worker.name, now_s):
-                log.warning(
-                    "workers %s and %s: transfers keep failing", source.name, self._decode.worker.name
-                )
+        fetching = failure.leg == "decode" and self._fetching and failure.kind in ILL
+        if fetching and self._decode is not None and source is not None:
+            name = self._decode.worker.name
+            if f.fleet.pairs.failed(source.name, name, now_s):
+                log.warning("workers %s and %s: transfers keep failing", source.name, name)
         self._fetching = False
         if failure.transfer:
             # the link or the prefill side, not the decode worker, which serves others meanwhile
@@ -1118,8 +1123,8 @@ class Exchange:
         f = self._f
         f.open_requests -= 1
         late = self._prefill_task
-        if late is not None and f.backend.flow is Flow.SEQUENTIAL and self._prefill_answered:
-            # its answer is on the way: read it, so that what it staged can be released
+        if late is not None and f.backend.flow is Flow.SEQUENTIAL:
+            # its answer may be on the way: wait for it a moment, so that what it staged can be released
             place, self._prefill, self._prefill_task = self._prefill, None, None
             f.spawn(self._late(late, place))
         elif late is not None and late.done() and f.backend.flow is Flow.CONCURRENT:
@@ -1140,16 +1145,22 @@ class Exchange:
             f.spawn(_end_of(response))
 
     async def _late(self, task: asyncio.Task[dict[str, Any]], place: Attempt | None) -> None:
-        """The client left between the prefill's end and its answer."""
+        """The client left during a prefill leg: stop it, unless it has ended or is just about to."""
         f = self._f
         try:
+            await asyncio.wait({task}, timeout=_LATE_S)
+            if not self._prefill_answered:
+                task.cancel()
             answer = await task
         except LegFailure as failure:
             if place is not None:
                 f.blame(place, failure)
             return
+        except asyncio.CancelledError:
+            return
         finally:
             if place is not None:
+                place.worker.breaker.abandoned(place.trial)
                 f.fleet.release(place)
         handover = f.backend.read_prefill(answer)
         if handover is not None and place is not None:

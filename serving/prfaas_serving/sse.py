@@ -28,7 +28,7 @@ class Events:
         """All whole events so far, as they came."""
         if self._rest:
             piece = self._rest + piece
-        if piece.endswith(b"\n\n") or piece.endswith(b"\r\n\r\n"):
+        if piece.endswith((b"\n\n", b"\r\n\r\n")):
             self._rest = b""
             return piece
         lf, crlf = piece.rfind(b"\n\n"), piece.rfind(b"\r\n\r\n")

@@ -268,6 +268,7 @@ async def serving(
                 for name, cluster, role in workers
             ],
             **({} if threshold is None else {"decision": {"threshold_tokens": threshold}}),
+            "cache": {"enabled": False},
             **config,
             "health": {"canary": False, **FAST_HEALTH, **config.get("health", {})},
             "deadlines": {**FAST_DEADLINES, **config.get("deadlines", {})},

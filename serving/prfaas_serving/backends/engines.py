@@ -107,9 +107,10 @@ def _sglang_load(content: bytes) -> tuple[float, float, float | None, dict[str, 
         page = orjson.loads(content)
     except orjson.JSONDecodeError:
         raise Unreadable from None
-    ranks = page.get("loads") if isinstance(page, dict) else page
+    listed = page.get("loads") if isinstance(page, dict) else page
+    ranks = [rank for rank in listed if isinstance(rank, dict)] if isinstance(listed, list) else []
     fields: dict[str, float] = {}
-    for rank in ranks if isinstance(ranks, list) else ():
+    for rank in ranks:
         _add_numbers(fields, rank, "")
     running = fields.get("num_running_reqs")
     if running is None:

@@ -49,8 +49,9 @@ def of_scenario(
     scenario: Scenario, cluster: str, name: str, *, time_scale: float, byte_scale: float, **fields: Any
 ) -> FakeSpec:
     """A worker with the profiles of a cluster of a scenario."""
-    clusters = {c.name: c for c in (*scenario.deployment.prfaas, *scenario.deployment.pd)}
-    hardware = scenario.model.hardware[clusters[cluster].hardware]
+    kinds = {c.name: c.hardware for c in scenario.deployment.prfaas}
+    kinds |= {c.name: c.hardware for c in scenario.deployment.pd}
+    hardware = scenario.model.hardware[kinds[cluster]]
     decode = hardware.decode or DecodeProfile(a_s=0.025, slots=1, source="prefill only")
     return FakeSpec(
         name=name,

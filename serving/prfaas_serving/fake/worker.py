@@ -21,6 +21,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 from aiohttp.web_request import BaseRequest
+from multidict import CIMultiDict
 
 from prfaas_env.simulator.formulas import decode_step_s
 from prfaas_serving.cache_index import Blocks, PrefixIndex, blocks_of
@@ -76,7 +77,7 @@ class Seen:
     """A request as it came, for contract tests."""
 
     path: str
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     body: Any
     leg: str
 
@@ -186,7 +187,7 @@ class FakeWorker:
         site = web.TCPSite(self._runner, "127.0.0.1", self.spec.port, backlog=1024)
         await site.start()
         sockets = site._server.sockets if site._server is not None else ()  # type: ignore[attr-defined]
-        self.port = sockets[0].getsockname()[1]
+        self.port = next(iter(sockets)).getsockname()[1]
         self._kv_server = await asyncio.start_server(self._serve_kv, "127.0.0.1", 0)
         self.kv_port = self._kv_server.sockets[0].getsockname()[1]
         self._reaper = asyncio.create_task(self._reap())
@@ -356,7 +357,7 @@ class FakeWorker:
 
     async def _generate(self, request: BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
         leg = self._leg(body)
-        self.seen.append(Seen(request.path, dict(request.headers), body, leg))
+        self.seen.append(Seen(request.path, request.headers.copy(), body, leg))
         await self._early_faults(request, leg)
         ids = tokens_of(body)
         wanted = body.get("max_completion_tokens", body.get("max_tokens")) or 16
@@ -465,7 +466,7 @@ class FakeWorker:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [[k for k in range(-(-len(ids) // self.spec.block_tokens))]],
+            "remote_block_ids": [list(range(-(-len(ids) // self.spec.block_tokens)))],
             "remote_engine_id": self.engine_id,
             "remote_request_id": key,
             "remote_host": self.spec.kv_host,
@@ -815,7 +816,7 @@ class FakeWorker:
         if any(f.kind == "no_load" for f in self.faults):
             return ""
         if self.spec.engine == "sglang":
-            return f'sglang:num_running_reqs{{engine_type="unified"}} {self.running}\nsglang:num_queue_reqs {self._waiting}\n'
+            return f"sglang:num_running_reqs {self.running}\nsglang:num_queue_reqs {self._waiting}\n"
         label = f'{{engine="0",model_name="{self.spec.model}"}}'
         lines = [
             "# TYPE vllm:num_requests_running gauge",
