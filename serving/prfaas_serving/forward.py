@@ -158,7 +158,12 @@ class Forwarder:
         """Run something that must end whatever becomes of the request it belongs to."""
         task = asyncio.get_running_loop().create_task(work)
         self.background.add(task)
-        task.add_done_callback(self.background.discard)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work failed", exc_info=task.exception())
 
     async def close(self, wait_s: float) -> None:
         """Let background work end, then cancel it and close connections."""

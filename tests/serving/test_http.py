@@ -114,7 +114,11 @@ def test_fields_and_headers_that_steer_the_hand_over_are_stripped(backend: str) 
     async def work() -> None:
         async with serving(backend, PAIR) as s:
             mine = {
-                "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.8.7", "remote_port": 1},
+                "kv_transfer_params": {
+                    "do_remote_prefill": True,
+                    "remote_host": "10.9.8.7",
+                    "remote_port": 1,
+                },
                 "bootstrap_host": "10.9.8.7",
                 "bootstrap_port": 9,
                 "bootstrap_room": 7,
@@ -144,7 +148,12 @@ def test_the_prefill_leg_makes_one_token(path: str) -> None:
 
     async def work() -> None:
         async with serving(workers=PAIR) as s:
-            asked = {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 3, "temperature": 0.5}
+            asked = {
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "min_tokens": 3,
+                "temperature": 0.5,
+            }
             if path == CHAT:
                 asked["max_completion_tokens"] = 5
             reply = await s.complete(LONG, 5, path, **asked)
@@ -171,9 +180,15 @@ def test_usage_is_counted_once_with_the_cache_of_the_prefill_leg(backend: str, s
     async def work() -> None:
         async with serving(backend, PAIR) as s:
             s.workers["r1"].faults.append(Fault("cached", "prefill", value=256.0))
-            body = completion(LONG, 40, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+            body = completion(
+                LONG, 40, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
+            )
             reply = await s.post("/v1/completions", body)
-            found = [e for e in reply.events if isinstance(e, dict) and e.get("usage")] if stream else [reply.json]
+            found = (
+                [e for e in reply.events if isinstance(e, dict) and e.get("usage")]
+                if stream
+                else [reply.json]
+            )
             assert len(found) == 1
             assert found[0]["usage"] == {
                 "prompt_tokens": 300,
@@ -195,7 +210,9 @@ def test_an_answer_is_what_the_worker_said(stream: bool) -> None:
         async with serving(workers=PAIR) as s:
             body = completion(SHORT, 5, stream=stream)
             headers = {"X-Request-Id": "same", "Content-Type": "application/json"}
-            async with s.session.post(s.workers["d1"].url + "/v1/completions", json=body, headers=headers) as direct:
+            async with s.session.post(
+                s.workers["d1"].url + "/v1/completions", json=body, headers=headers
+            ) as direct:
                 raw = await direct.read()
                 kind = direct.headers["Content-Type"]
             reply = await s.post("/v1/completions", body, {"X-Request-Id": "same"})
@@ -242,7 +259,9 @@ def test_both_legs_get_the_credentials_and_the_trace(caplog: pytest.LogCaptureFi
     assert secret not in caplog.text
 
 
-def test_a_worker_key_of_the_configuration_takes_the_place_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_key_of_the_configuration_takes_the_place_of_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PRFAAS_TEST_KEY", "worker-key")
     entry = {n: {"api_key_env": "PRFAAS_TEST_KEY"} for n, _, _ in PAIR}
 
@@ -271,13 +290,17 @@ def test_one_client_id_used_twice_at_once_is_told_apart() -> None:
                 *(s.complete(LONG + str(k), 8, headers={"X-Request-Id": "twin"}) for k in range(6))
             )
             assert [r.status for r in replies] == [200] * 6
-            assert [r.text for r in replies] == [expected_text(completion(LONG + str(k), 8), 8) for k in range(6)]
+            assert [r.text for r in replies] == [
+                expected_text(completion(LONG + str(k), 8), 8) for k in range(6)
+            ]
             assert {r.headers["X-Request-Id"] for r in replies} == {"twin"}
             for name in ("r1", "d1"):
                 ids = [x.headers["X-Request-Id"] for x in s.workers[name].seen]
                 assert len(set(ids)) == 6
                 assert all(i.startswith("twin-") for i in ids)
-            assert {r.json["id"] for r in replies} == {"cmpl-" + x.headers["X-Request-Id"] for x in s.workers["d1"].seen}
+            assert {r.json["id"] for r in replies} == {
+                "cmpl-" + x.headers["X-Request-Id"] for x in s.workers["d1"].seen
+            }
 
     run(work)
 
@@ -297,7 +320,9 @@ def test_a_late_answer_of_an_old_attempt_changes_nothing() -> None:
     """The first prefill worker answers long after another one took over."""
 
     async def work() -> None:
-        slow = {"r1": {"prefill": {"kind": "polynomial", "c0_s": 0.8, "c1_s_per_token": 0.0, "source": "tests"}}}
+        slow = {
+            "r1": {"prefill": {"kind": "polynomial", "c0_s": 0.8, "c1_s_per_token": 0.0, "source": "tests"}}
+        }
         workers = (("r1", "prfaas0", "prefill"), ("l1", "pd0", "prefill"), ("d1", "pd0", "decode"))
         async with serving(workers=workers, per_worker=slow, deadlines={"prefill_floor_s": 0.2}) as s:
             reply = await s.complete(LONG, 4)
@@ -329,7 +354,8 @@ def test_limit_of_open_requests() -> None:
     async def work() -> None:
         async with serving(workers=PAIR, limits={"requests": 2}) as s:
             tasks = [
-                asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True))) for _ in range(2)
+                asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
+                for _ in range(2)
             ]
             await until(lambda: s.router.forwarder.open_requests == 2, "two are open")
             reply = await s.complete(SHORT)
@@ -356,15 +382,14 @@ def test_a_body_that_never_comes() -> None:
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     async def work() -> None:
-        async with serving(
-            workers=PAIR, limits={"client_stall_s": 0.4}, deadlines={"idle_s": 0.6}
-        ) as s:
+        async with serving(workers=PAIR, limits={"client_stall_s": 0.4}, deadlines={"idle_s": 0.6}) as s:
             with socket.socket() as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.connect(("127.0.0.1", s.router.port))
                 body = orjson.dumps(completion(SHORT, 150_000, stream=True))
                 client.sendall(
-                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+                    + body
                 )
                 s.workers["d1"].spec = s.workers["d1"].spec.model_copy(
                     update={"decode": s.workers["d1"].spec.decode.model_copy(update={"a_s": 1e-5})}
@@ -384,7 +409,9 @@ def test_tokens_arrive_one_by_one(clients: int) -> None:
     async def work() -> None:
         decode = {"a_s": step_s, "slots": 128, "source": "tests"}
         async with serving(workers=PAIR, spec={"decode": decode}) as s:
-            replies = await asyncio.gather(*(s.complete(LONG + str(k), 20, stream=True) for k in range(clients)))
+            replies = await asyncio.gather(
+                *(s.complete(LONG + str(k), 20, stream=True) for k in range(clients))
+            )
             for reply in replies:
                 assert len(reply.pieces) >= 15, "tokens came in lumps"
                 gaps = sorted(b - a for a, b in zip(reply.at_s, reply.at_s[1:], strict=False))
@@ -400,7 +427,10 @@ def test_ready_after_one_generation_per_role() -> None:
             s.workers["r1"].faults.append(Fault("status", "prefill", count=None, value=500.0))
             await until(lambda: len(s.router.health.missing()) == 1, "all but the remote role are ready")
             reply = await s.get("/ready")
-            assert (reply.status, reply.json) == (503, {"ready": False, "missing": ["remote prefill prfaas0"]})
+            assert (reply.status, reply.json) == (
+                503,
+                {"ready": False, "missing": ["remote prefill prfaas0"]},
+            )
             assert (await s.get("/health")).status == 200
             s.workers["r1"].faults.clear()
             await until(lambda: not s.router.health.missing(), "the remote role is ready")
@@ -443,5 +473,3 @@ def test_metrics_page_names_no_address() -> None:
             assert not any(str(w.port) in page for w in s.workers.values())
 
     run(work)
-
-

@@ -123,12 +123,16 @@ def test_the_first_failed_leg_cancels_its_partner_within_a_second(backend: str, 
     """The engines alone wait for ever, or for half an hour."""
 
     async def work() -> None:
-        async with serving(backend, ONE_OF_EACH, deadlines={"prefill_floor_s": 0.2, "transfer_floor_s": 0.2}) as s:
+        async with serving(
+            backend, ONE_OF_EACH, deadlines={"prefill_floor_s": 0.2, "transfer_floor_s": 0.2}
+        ) as s:
             s.workers["d1"].faults.append(Fault(fault, "decode", count=1, value=500.0))
             reply = await s.complete(LONG)
             failed_at = time.monotonic()
             assert reply.status in (200, 500, 502, 503, 504)
-            await until(lambda: not s.workers["r1"].running and not s.workers["r1"].staged, "partner is free", 1.0)
+            await until(
+                lambda: not s.workers["r1"].running and not s.workers["r1"].staged, "partner is free", 1.0
+            )
             assert time.monotonic() - failed_at < 1.0
             await s.settled()
 
@@ -192,7 +196,9 @@ def test_the_clients_mistakes_go_back_as_they_are(backend: str, status: int) -> 
                 assert b"worker" in reply.body
             assert all(s.worker(n).breaker.state(time.monotonic()) == "closed" for n in s.workers)
             if backend == "vllm_nixl":
-                assert not any(s.workers[n].seen for n in ("d1", "d2")), "decode began behind a failed prefill"
+                assert not any(s.workers[n].seen for n in ("d1", "d2")), (
+                    "decode began behind a failed prefill"
+                )
             await s.settled()
 
     run(work)
@@ -229,7 +235,9 @@ def test_all_busy_is_told_with_retry_after() -> None:
     run(work)
 
 
-@pytest.mark.parametrize(("kind", "metric"), [("no_params", "no_handover"), ("wrong_tokens", "handle_mismatches")])
+@pytest.mark.parametrize(
+    ("kind", "metric"), [("no_params", "no_handover"), ("wrong_tokens", "handle_mismatches")]
+)
 def test_a_handle_that_cannot_be_trusted_is_not_used(kind: str, metric: str) -> None:
     async def work() -> None:
         async with serving("vllm_nixl", ONE_OF_EACH, spec={"lease_s": 1.0}) as s:
@@ -295,7 +303,9 @@ def test_a_stream_that_breaks_ends_with_an_error_and_no_end_marker(backend: str)
             s.workers["d1"].faults.append(Fault("break_stream", "decode", value=2.0))
             reply = await s.complete(LONG, 6, stream=True)
             assert reply.status == 200
-            assert [e["choices"][0]["text"] for e in reply.events[:-1]] == RIGHT.split(" ")[:2] or len(reply.events) == 3
+            assert [e["choices"][0]["text"] for e in reply.events[:-1]] == RIGHT.split(" ")[:2] or len(
+                reply.events
+            ) == 3
             assert reply.events[-1]["error"]["code"] == "stream_broken"
             assert b"[DONE]" not in reply.body
             assert len(s.workers["d1"].seen) == 1, "tried again after the first byte"
@@ -307,7 +317,9 @@ def test_a_stream_that_breaks_ends_with_an_error_and_no_end_marker(backend: str)
 
 def test_a_silent_stream_ends_at_its_deadline() -> None:
     async def work() -> None:
-        async with serving("vllm_nixl", ONE_OF_EACH, deadlines={"idle_s": 0.5}, health={"failures": 1000}) as s:
+        async with serving(
+            "vllm_nixl", ONE_OF_EACH, deadlines={"idle_s": 0.5}, health={"failures": 1000}
+        ) as s:
             body = completion(SHORT, 2000, stream=True)
             waiting = asyncio.create_task(s.post("/v1/completions", body))
             await until(lambda: s.workers["d1"].running, "the stream began")
@@ -374,7 +386,13 @@ def test_a_client_that_leaves_frees_everything(backend: str, when: str) -> None:
                 s.link.set_rate(50e6)
             await s.settled()
             assert sum(w.double_pulls for w in workers) == 0
-            assert sum(s.metric("client_gone_total", phase=p) for p in ("queue", "prefill", "transfer", "decode", "stream")) == 1
+            assert (
+                sum(
+                    s.metric("client_gone_total", phase=p)
+                    for p in ("queue", "prefill", "transfer", "decode", "stream")
+                )
+                == 1
+            )
 
     run(work)
 
@@ -390,7 +408,7 @@ def test_a_client_that_leaves_between_the_legs_has_its_kv_released_once() -> Non
             spec={"lease_s": 60.0},
         ) as s:
             first = asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
-            await until(lambda: s.workers["d1"]._decoding, "the only place is taken")
+            await until(lambda: s.workers["d1"]._decoding and not s.staged, "the only place is taken")
             second = asyncio.create_task(s.post("/v1/completions", completion(LONG, 4)))
             await until(lambda: s.staged == 1, "the cache is staged")
             second.cancel()
@@ -408,9 +426,7 @@ def test_a_client_that_leaves_between_the_legs_has_its_kv_released_once() -> Non
 def test_retries_have_a_budget() -> None:
     async def work() -> None:
         retry = {"reserve": 2.0, "budget": 0.0}
-        async with serving(
-            "vllm_nixl", ONE_OF_EACH, retry=retry, health={"breaker_failures": 1000}
-        ) as s:
+        async with serving("vllm_nixl", ONE_OF_EACH, retry=retry, health={"breaker_failures": 1000}) as s:
             remote_faults(s, Fault("status", "prefill", count=None, value=500.0))
             found = [(await s.complete(LONG)).status for _ in range(4)]
             assert found == [200, 200, 503, 503]
@@ -465,7 +481,9 @@ def test_a_dropped_idle_connection_is_replaced_silently() -> None:
     async def work() -> None:
         async with serving("vllm_nixl", (("r1", "prfaas0", "prefill"), ("d1", "pd0", "decode"))) as s:
             assert (await s.complete(SHORT)).status == 200
-            s.workers["d1"].faults.append(Fault("drop", "decode", count=1))  # closes the connection that was kept
+            s.workers["d1"].faults.append(
+                Fault("drop", "decode", count=1)
+            )  # closes the connection that was kept
             reply = await s.complete(SHORT)
             assert reply.status == 200
             assert s.metric("reconnects_total") == 1
@@ -495,7 +513,12 @@ def test_sglang_never_sends_a_room_twice() -> None:
 def test_pairs_whose_transfers_fail_are_kept_apart() -> None:
     async def work() -> None:
         health = {"pair_failures": 1, "pair_open_s": 60.0, "breaker_failures": 1000}
-        workers = (("r1", "prfaas0", "prefill"), ("l1", "pd0", "prefill"), ("d1", "pd0", "decode"), ("d2", "pd0", "decode"))
+        workers = (
+            ("r1", "prfaas0", "prefill"),
+            ("l1", "pd0", "prefill"),
+            ("d1", "pd0", "decode"),
+            ("d2", "pd0", "decode"),
+        )
         async with serving("vllm_nixl", workers, health=health) as s:
             s.workers["d1"].faults.append(Fault("status", "decode", count=None, value=500.0))
             for _ in range(12):
@@ -503,7 +526,11 @@ def test_pairs_whose_transfers_fail_are_kept_apart() -> None:
                 assert (reply.status, reply.text) == (200, RIGHT)
             apart = s.router.forwarder.fleet.pairs.as_json(time.monotonic())
             assert {"prefill": "r1", "decode": "d1"}.items() <= apart[0].items()
-            with_kv = [x for x in s.workers["d1"].seen if "kv_transfer_params" in x.body and x.body["kv_transfer_params"]]
+            with_kv = [
+                x
+                for x in s.workers["d1"].seen
+                if "kv_transfer_params" in x.body and x.body["kv_transfer_params"]
+            ]
             assert len([x for x in with_kv if not x.headers["X-Request-Id"].endswith("release")]) <= 2
             await s.settled()
 
