@@ -281,11 +281,14 @@ class Router:
             return error_response(error, client_id)
 
     async def _job(self, request: BaseRequest, path: str, client_id: str) -> Job:
-        try:
-            async with asyncio.timeout(self.config.limits.body_read_s):
-                raw = await request.read()
-        except TimeoutError:
-            raise ClientError(408, "the body did not come in time", "body_timeout") from None
+        if request.content.is_eof():
+            raw = await request.read()
+        else:
+            try:
+                async with asyncio.timeout(self.config.limits.body_read_s):
+                    raw = await request.read()
+            except TimeoutError:
+                raise ClientError(408, "the body did not come in time", "body_timeout") from None
         job = Job(
             path=path,
             method=request.method,

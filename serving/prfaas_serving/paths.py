@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from prfaas_env.prediction import PathState, first_token_s
 from prfaas_env.profiles.kv import KVLayout
 from prfaas_env.scenarios.models import Link, Scenario
-from prfaas_env.simulator.formulas import BITS_PER_BYTE, decode_step_s, rdma_s
+from prfaas_env.simulator.formulas import BITS_PER_BYTE, decode_step_s, prefill_s, rdma_s
 from prfaas_serving.config import Resolved
 
 #: Transfers remembered for the delivered rate, and for how long.
@@ -54,6 +54,7 @@ class LinkState:
         #: (end, busy seconds, bits) of stretches with a transfer open
         self._stretches: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)
         self._stretch_bits = 0.0
+        self._own_bps = nominal_bps
         self.delivered_bits = 0.0
         """Bits of all transfers that arrived."""
 
@@ -66,13 +67,20 @@ class LinkState:
         """Capacity to reckon with."""
         if self.measured_bps is not None:
             return min(max(self.measured_bps, _FLOOR * self.nominal_bps), self.nominal_bps)
-        while self._stretches and self._stretches[0][0] < now_s - _RECENT_S:
-            self._stretches.popleft()
+        if self._stretches and self._stretches[0][0] < now_s - _RECENT_S:
+            while self._stretches and self._stretches[0][0] < now_s - _RECENT_S:
+                self._stretches.popleft()
+            self._sum_up()
+        return self._own_bps
+
+    def _sum_up(self) -> None:
+        """The delivered rate over the remembered stretches with a transfer open."""
         busy_s = sum(s for _, s, _ in self._stretches)
         bits = sum(b for _, _, b in self._stretches)
         if busy_s <= 0.0 or bits <= 0.0:
-            return self.nominal_bps
-        return min(max(bits / busy_s, _FLOOR * self.nominal_bps), self.nominal_bps)
+            self._own_bps = self.nominal_bps
+        else:
+            self._own_bps = min(max(bits / busy_s, _FLOOR * self.nominal_bps), self.nominal_bps)
 
     def _advance(self, now_s: float) -> None:
         if self._open and self._unsent_bits > 0.0:
@@ -120,6 +128,7 @@ class LinkState:
             self._stretch_bits += flow.bits
         if self._open == 0 and self._stretch_bits > 0.0:
             self._stretches.append((now_s, now_s - self._busy_from_s, self._stretch_bits))
+            self._sum_up()
 
 
 class Paths:
@@ -159,8 +168,6 @@ class Paths:
 
     def prefill_s(self, cluster: str, new_tokens: int, cached_tokens: int) -> float:
         """Prefill time on a cluster's hardware."""
-        from prfaas_env.simulator.formulas import prefill_s
-
         return prefill_s(*self._pieces[cluster], new_tokens, cached_tokens)
 
     def kv_bits(self, tokens: int) -> float:
