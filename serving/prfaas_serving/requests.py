@@ -265,7 +265,7 @@ def prefill_body(job: Job, extra: Mapping[str, Any]) -> bytes:
     body["stream"] = False
     body["max_tokens"] = 1
     for name in OUTPUT_LIMITS[1:]:
-        if name in body or (job.chat and name == "max_completion_tokens"):
+        if name in body:
             body[name] = 1
     body.update(extra)
     return orjson.dumps(body)

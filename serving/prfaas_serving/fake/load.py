@@ -202,7 +202,8 @@ class LoadClient(asyncio.Protocol):
 
 def request_bytes(path: str, body: bytes, host: str) -> bytes:
     """A POST request."""
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
