@@ -12,6 +12,7 @@ import hashlib
 import os
 import time
 import uuid
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ def hash_of(text: str) -> int:
 
 def digest_of(ids: Sequence[int]) -> str:
     """Short name of a prompt, the first part of every token of its answer."""
-    return hashlib.blake2b(b",".join(b"%d" % i for i in ids), digest_size=3).hexdigest()
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=3).hexdigest()
 
 
 def token_text(digest: str, k: int) -> str:
@@ -322,6 +323,8 @@ class FakeWorker:
             self.faults.append(Fault(**body))
         elif what == "clear":
             self.faults.clear()
+        elif what == "via":
+            self.spec = self.spec.model_copy(update={"kv_via_port": body["port"]})
         elif what == "kill" and self._own_process:
             os._exit(9)
         elif what != "state":
@@ -329,6 +332,7 @@ class FakeWorker:
         return web.json_response(
             {
                 "name": self.spec.name,
+                "kv_port": self.kv_port,
                 "staged": len(self.staged),
                 "staged_bytes": self.staged_bytes,
                 "running": self.running,
