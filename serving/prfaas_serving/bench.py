@@ -78,7 +78,7 @@ async def _measure(seconds: float, repeats: int, router_cores: list[int]) -> Fig
             port = await router.port()
             return await _figures(port, router.pid, ports[1], seconds, repeats)
         finally:
-            router.stop()
+            await asyncio.to_thread(router.stop)
             for server in servers:
                 server.close()
 

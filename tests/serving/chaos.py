@@ -145,6 +145,8 @@ async def request(session: aiohttp.ClientSession, url: str, k: int, rng: np.rand
         out.wrong.append(f"{k}: {error!r}")
         return
     out.kinds[judge(k, status, kind, raw, right, out)] += 1
+    if status != 200:
+        await asyncio.sleep(0.5)  # as Retry-After asks, or all would be burnt in one bad moment
 
 
 def judge(k: int, status: int, kind: str, raw: bytes, right: str, out: Outcome) -> str:

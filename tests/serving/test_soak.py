@@ -54,7 +54,7 @@ async def stream_many(n_requests: int, folder: Path) -> list[tuple[int, int]]:
         return found
     finally:
         router.terminate()
-        router.wait(20)
+        await asyncio.to_thread(router.wait, 60)  # not in this loop: the workers answer from it
         for server in servers:
             server.close()
 

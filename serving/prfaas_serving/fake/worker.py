@@ -258,6 +258,8 @@ class FakeWorker:
         await self.frozen.wait()
         try:
             return await self._dispatch(request)
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # the client is gone
         except Refused as refusal:
             message = str(refusal)
             body = {"error": {"message": message, "type": "error", "param": None, "code": refusal.status}}
