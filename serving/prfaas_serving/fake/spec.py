@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pydantic import Field
@@ -109,7 +110,9 @@ class PartSizes:
         rest = self._kv.transfer_bytes(tokens) - self._kv.fixed_bytes
         each, odd = divmod(rest, self._kv.n_layers)
         parts = [self._kv.fixed_bytes, *(each + (k < odd) for k in range(self._kv.n_layers))]
-        return [round(part * self._scale) for part in parts]
+        # rounded at the ends of the running sum, so that the whole keeps its size however small the parts are
+        ends = [0, *(round(end * self._scale) for end in accumulate(parts))]
+        return [end - start for start, end in pairwise(ends)]
 
     @cached_property
     def n_parts(self) -> int:
