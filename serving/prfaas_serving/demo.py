@@ -132,7 +132,7 @@ async def measure(
         PrfaasError: the cluster does not come up.
     """
     # the link carries as many bytes per real second as costs little here
-    byte_scale = 2e-4 * time_scale
+    byte_scale = 2e-3 * time_scale
     cluster = of_deployment(
         scenario, time_scale=time_scale, byte_scale=byte_scale, handshake_s=5.0, max_model_len=1_000_000
     )
