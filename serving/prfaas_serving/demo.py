@@ -80,7 +80,9 @@ async def load(url: str, requests: RequestTable, time_scale: float, row: Row) ->
             await asyncio.sleep(requests.arrival_ns[k] / 1e9 * time_scale - (time.monotonic() - began))
             sent = time.monotonic()
             try:
-                async with session.post(url, data=data, headers={"Content-Type": "application/json"}) as answer:
+                async with session.post(
+                    url, data=data, headers={"Content-Type": "application/json"}
+                ) as answer:
                     first = 0.0
                     raw = b""
                     async for piece in answer.content.iter_any():
@@ -187,9 +189,12 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def demo(
     scenario: Annotated[str, typer.Option(help="Deployment and load.")] = "mooncake",
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds of the load, in the scenario's time.")] = 90.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds of the load, in the scenario's time.")
+    ] = 90.0,
     time_scale: Annotated[
-        float, typer.Option("--time-scale", min=0.001, max=10, help="Real seconds per second of the scenario.")
+        float,
+        typer.Option("--time-scale", min=0.001, max=10, help="Real seconds per second of the scenario."),
     ] = 0.1,
     out: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
 ) -> None:
@@ -209,7 +214,9 @@ def demo(
     rows = run_loop(measure(loaded, requests, decisions(), time_scale))
     console.print(table_of(rows))
     if out is not None:
-        write_whole(out, orjson.dumps([_figures(row) for row in rows], option=orjson.OPT_INDENT_2).decode() + "\n")
+        write_whole(
+            out, orjson.dumps([_figures(row) for row in rows], option=orjson.OPT_INDENT_2).decode() + "\n"
+        )
     if any(row.failed for row in rows):
         raise PrfaasError(f"{sum(row.failed for row in rows)} requests failed")
 

@@ -1049,7 +1049,11 @@ class Exchange:
                 f.metrics.worker_failures.labels(source.name, "transfer").inc()
                 self._avoid.add(source)
             return
-        if f.backend.flow is Flow.SINGLE and self._prefill is not None and failure.kind not in {"connect", "client"}:
+        if (
+            f.backend.flow is Flow.SINGLE
+            and self._prefill is not None
+            and failure.kind not in {"connect", "client"}
+        ):
             place = self._prefill  # it answered, so what failed is behind it
         if place is None:
             return

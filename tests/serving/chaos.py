@@ -84,7 +84,8 @@ def cluster_of(lease_s: float) -> FakeCluster:
         ("pd0", "decode", "d2"),
     )
     members = [
-        Member(cluster, role, FakeSpec(name=name, role=role, **common), name) for cluster, role, name in wanted
+        Member(cluster, role, FakeSpec(name=name, role=role, **common), name)
+        for cluster, role, name in wanted
     ]
     return FakeCluster(members, "pd0", ShapedLink(200e6))
 
@@ -121,7 +122,9 @@ def config_of(cluster: FakeCluster) -> RouterConfig:
     )
 
 
-async def request(session: aiohttp.ClientSession, url: str, k: int, rng: np.random.Generator, out: Outcome) -> None:
+async def request(
+    session: aiohttp.ClientSession, url: str, k: int, rng: np.random.Generator, out: Outcome
+) -> None:
     """One request; `out` gets what became of it."""
     path = PATHS[int(rng.integers(2))]
     stream = bool(rng.integers(2))

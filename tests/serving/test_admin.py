@@ -11,7 +11,12 @@ from prfaas_serving.fake.spec import FakeSpec
 from prfaas_serving.fake.worker import FakeWorker
 from tests.serving.support import LONG, SHORT, completion, run, serving, until
 
-PAIR = (("r1", "prfaas0", "prefill"), ("l1", "pd0", "prefill"), ("d1", "pd0", "decode"), ("d2", "pd0", "decode"))
+PAIR = (
+    ("r1", "prfaas0", "prefill"),
+    ("l1", "pd0", "prefill"),
+    ("d1", "pd0", "decode"),
+    ("d2", "pd0", "decode"),
+)
 
 
 def test_a_token_is_required_and_the_port_is_loopback() -> None:
@@ -41,7 +46,9 @@ def test_threshold_and_margin_take_effect_at_once() -> None:
             assert (reply.json["overridden"], reply.json["threshold_tokens"]) == (False, 1)
             assert (await s.complete(SHORT)).headers["X-Prfaas-Route"] == "remote"
             version = reply.json["version"]
-            reply = await s.admin("PUT", "/override", {"margin_s": -1000.0, "version": version, "dry_run": True})
+            reply = await s.admin(
+                "PUT", "/override", {"margin_s": -1000.0, "version": version, "dry_run": True}
+            )
             assert reply.json["dry_run"]
             assert (await s.admin("GET", "/decision")).json["version"] == version
             reply = await s.admin("PUT", "/override", {"margin_s": 1000.0, "version": version})
@@ -157,7 +164,9 @@ def test_a_worker_that_does_not_drain_in_time_keeps_its_role() -> None:
     async def work() -> None:
         async with serving(workers=PAIR) as s:
             tasks = [
-                asyncio.create_task(s.post("/v1/completions", completion(SHORT + str(k), 100_000, stream=True)))
+                asyncio.create_task(
+                    s.post("/v1/completions", completion(SHORT + str(k), 100_000, stream=True))
+                )
                 for k in range(4)
             ]
             await until(lambda: s.worker("d2").in_flight > 0, "the worker has work")
@@ -174,13 +183,28 @@ def test_cache_events_reach_the_index() -> None:
     async def work() -> None:
         async with serving(workers=PAIR, cache={"block_tokens": 4, "needs_state": False}, threshold=5.0) as s:
             events = [
-                {"type": "BlockStored", "block_hashes": [1, 2], "token_ids": [1, 2, 3, 4, 5, 6, 7, 8], "block_size": 4},
-                {"type": "BlockStored", "block_hashes": [9], "parent_block_hash": 7, "token_ids": [1], "block_size": 1},
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [1, 2],
+                    "token_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+                    "block_size": 4,
+                },
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [9],
+                    "parent_block_hash": 7,
+                    "token_ids": [1],
+                    "block_size": 1,
+                },
             ]
             reply = await s.admin("POST", "/workers/l1/cache_events", {"events": events})
             assert reply.json == {"events": 2, "lost": 1}
             assert (await s.complete([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).headers["X-Prfaas-Route"] == "local"
-            await s.admin("POST", "/workers/l1/cache_events", {"events": [{"type": "BlockRemoved", "block_hashes": [1]}]})
+            await s.admin(
+                "POST",
+                "/workers/l1/cache_events",
+                {"events": [{"type": "BlockRemoved", "block_hashes": [1]}]},
+            )
             index = s.router.forwarder.index
             assert index is not None
 

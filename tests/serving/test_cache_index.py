@@ -51,7 +51,9 @@ def test_recurrent_state_serves_one_exact_length() -> None:
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 
 
-@given(st.lists(prompts, max_size=6), prompts, st.sampled_from(["attention", "end_of_prompt", "every_n_tokens"]))
+@given(
+    st.lists(prompts, max_size=6), prompts, st.sampled_from(["attention", "end_of_prompt", "every_n_tokens"])
+)
 def test_against_the_rule_in_words(stored: list[list[int]], asked: list[int], rule: str) -> None:
     """The largest whole-block length below the prompt's at which all blocks, and a checkpoint where one is needed, are held."""
     state = rule != "attention"
@@ -130,7 +132,9 @@ def test_a_repeated_prompt_stays_local_for_its_few_new_tokens(needs_state: bool)
             assert first.headers["X-Prfaas-Route"] == "remote"
             s.router.forwarder.holder.threshold_tokens = 1e9
             again = await s.complete(TEXT[:1400])
-            assert again.headers["X-Prfaas-Route"] == "local", "nothing is cached at the local prefill worker yet"
+            assert again.headers["X-Prfaas-Route"] == "local", (
+                "nothing is cached at the local prefill worker yet"
+            )
             s.router.forwarder.holder.threshold_tokens = 100.0
             longer = await s.complete(TEXT)
             expected = "local"  # 350 are held (checkpoint at 336), 380 asked
@@ -150,7 +154,9 @@ def test_prefixes_come_back_to_the_worker_that_has_them() -> None:
             ("l1", "pd0", "prefill"),
             ("d1", "pd0", "decode"),
         )
-        async with serving(cache={"block_tokens": 16, "needs_state": False}, workers=workers, threshold=0.0) as s:
+        async with serving(
+            cache={"block_tokens": 16, "needs_state": False}, workers=workers, threshold=0.0
+        ) as s:
             for k in range(12):
                 await s.complete(TEXT + f" {k}")
             counts = [len(s.workers[f"r{k}"].seen) for k in range(4)]
@@ -163,7 +169,9 @@ def test_prefixes_come_back_to_the_worker_that_has_them() -> None:
 def test_a_restarted_engine_has_an_empty_cache() -> None:
     async def work() -> None:
         workers = (("r1", "prfaas0", "prefill"), ("l1", "pd0", "prefill"), ("d1", "pd0", "decode"))
-        async with serving(cache={"block_tokens": 16, "needs_state": False}, workers=workers, threshold=0.0) as s:
+        async with serving(
+            cache={"block_tokens": 16, "needs_state": False}, workers=workers, threshold=0.0
+        ) as s:
             await s.complete(TEXT)
             i = s.router.forwarder.index
             assert i is not None

@@ -39,7 +39,10 @@ def worker(**fields: Any) -> dict[str, Any]:
         ({"treshold": 1}, "unknown field 'treshold'; known: backend"),
         ({"decision": {"max_local_prefill_length": 5}}, "decision: unknown field 'max_local_prefill_length'"),
         ({"backend": "triton"}, "backend"),
-        ({"decision": {"threshold_tokens": 5, "margin_s": 1}}, "threshold_tokens and margin_s exclude each other"),
+        (
+            {"decision": {"threshold_tokens": 5, "margin_s": 1}},
+            "threshold_tokens and margin_s exclude each other",
+        ),
         ({"decision": {"threshold_tokens": -1}}, "threshold_tokens"),
         ({"decision": {"margin_s": float("nan")}}, "margin_s"),
         (worker(url="10.0.0.1:8000"), "must be http://host:port"),
@@ -58,7 +61,10 @@ def worker(**fields: Any) -> dict[str, Any]:
         ({"admin": {"token_env": "PRFAAS_NO_SUCH"}}, "at least 16 characters, found 0"),
         ({"admin": {"token_file": "missing"}}, "cannot be read"),
         ({"cache": {"checkpoints": "every_n_tokens"}}, "checkpoint_every_tokens"),
-        ({"cache": {"checkpoints": "every_n_tokens", "checkpoint_every_tokens": 300}}, "whole multiple of 256"),
+        (
+            {"cache": {"checkpoints": "every_n_tokens", "checkpoint_every_tokens": 300}},
+            "whole multiple of 256",
+        ),
         ({"limits": {"queue": -1}}, "queue"),
         ({"retry": {"max_prefill_tries": 3}}, "max_prefill_tries"),
         ({"backend": "dynamo_direct"}, "instance_id must be digits"),
@@ -92,7 +98,9 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_check_prints_what_everything_resolves_to(tmp_path: Path) -> None:
-    path = write(tmp_path, {"cache": {"enabled": False, "block_tokens": 64}, "decision": {"threshold_tokens": 19400}})
+    path = write(
+        tmp_path, {"cache": {"enabled": False, "block_tokens": 64}, "decision": {"threshold_tokens": 19400}}
+    )
     result = invoke("--config", str(path), "--check", "--set", "decision.threshold_tokens=5000")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()

@@ -87,20 +87,27 @@ def test_a_wrong_file_at_the_start_is_an_error(tmp_path: Path) -> None:
     run(work)
 
 
-def slice_of(*endpoints: tuple[str, str, bool | None], port: int = 8000, name: str = "http") -> dict[str, Any]:
+def slice_of(
+    *endpoints: tuple[str, str, bool | None], port: int = 8000, name: str = "http"
+) -> dict[str, Any]:
     """An EndpointSlice as the API lists it."""
     return {
         "addressType": "IPv4",
         "endpoints": [
             {
                 "addresses": [address],
-                "conditions": {} if ready is None else {"ready": ready, "serving": ready, "terminating": not ready},
+                "conditions": {}
+                if ready is None
+                else {"ready": ready, "serving": ready, "terminating": not ready},
                 "targetRef": {"kind": "Pod", "name": pod},
             }
             for pod, address, ready in endpoints
         ],
         "metadata": {"name": "x"},
-        "ports": [{"name": "metrics", "port": 9, "protocol": "TCP"}, {"name": name, "port": port, "protocol": "TCP"}],
+        "ports": [
+            {"name": "metrics", "port": 9, "protocol": "TCP"},
+            {"name": name, "port": port, "protocol": "TCP"},
+        ],
     }
 
 
@@ -163,7 +170,10 @@ def test_ready_endpoints_become_workers(tmp_path: Path) -> None:
                     ("pod-a", "http://10.0.0.1:8000", "prefill"),
                     ("pod-c", "http://10.0.0.3:8000", "prefill"),
                 ]
-                assert api.asked[0] == ("/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices", "Bearer tok")
+                assert api.asked[0] == (
+                    "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices",
+                    "Bearer tok",
+                )
                 api.status = 403
                 with pytest.raises(PrfaasError, match="service prefill: the API answered 403"):
                     await source.workers()
@@ -181,12 +191,16 @@ def test_the_fleet_follows_the_endpoints(tmp_path: Path) -> None:
             kubernetes = settings(url, tmp_path / "token")
             async with serving(workers=PAIR, discovery={"kubernetes": kubernetes}, ready=False) as s:
                 fleet = s.router.forwarder.fleet
-                await until(lambda: "pod-a" in fleet.workers and fleet.workers["pod-a"].state == "up", "a comes")
+                await until(
+                    lambda: "pod-a" in fleet.workers and fleet.workers["pod-a"].state == "up", "a comes"
+                )
                 api.status = 500
                 await until(lambda: s.router.discoverer.problem is not None, "the API is ill")
                 assert "pod-a" in fleet.workers
                 api.pages["prefill"] = [[slice_of(("pod-b", "127.0.0.1", True), port=b.port)]]
                 api.status = 200
-                await until(lambda: "pod-b" in fleet.workers and "pod-a" not in fleet.workers, "b instead of a")
+                await until(
+                    lambda: "pod-b" in fleet.workers and "pod-a" not in fleet.workers, "b instead of a"
+                )
 
     run(work)

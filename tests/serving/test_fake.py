@@ -32,7 +32,9 @@ ASK = {
 
 
 @contextlib.asynccontextmanager
-async def pair(engine: str = "vllm", **fields: Any) -> AsyncIterator[tuple[FakeWorker, FakeWorker, aiohttp.ClientSession]]:
+async def pair(
+    engine: str = "vllm", **fields: Any
+) -> AsyncIterator[tuple[FakeWorker, FakeWorker, aiohttp.ClientSession]]:
     workers = [
         FakeWorker(FakeSpec(name=role, engine=engine, role=role, **fields))  # type: ignore[arg-type]
         for role in ("prefill", "decode")
@@ -60,7 +62,9 @@ def test_staged_kv_stays_until_it_is_fetched_or_its_lease_ends() -> None:
             _, _ = await post(session, p, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
             assert len(p.staged) == 2
             assert p.staged_bytes == 2 * (4096 + 512 * 100)
-            status, answer = await post(session, d, {**body, "kv_transfer_params": first["kv_transfer_params"]})
+            status, answer = await post(
+                session, d, {**body, "kv_transfer_params": first["kv_transfer_params"]}
+            )
             assert (status, answer["choices"][0]["text"]) == (200, expected_text(body, 3))
             await until(lambda: len(p.staged) == 1, "the fetched one is gone")
             assert d.counters["vllm:nixl_bytes_transferred_sum"] == 4096 + 512 * 100
@@ -74,7 +78,9 @@ def test_a_longer_prompt_with_a_foreign_handle_kills_the_engine() -> None:
     async def work() -> None:
         async with pair() as (p, d, session):
             _, first = await post(session, p, completion("x" * 40, 1, kv_transfer_params=ASK))
-            status, _ = await post(session, d, completion("x" * 400, 1, kv_transfer_params=first["kv_transfer_params"]))
+            status, _ = await post(
+                session, d, completion("x" * 400, 1, kv_transfer_params=first["kv_transfer_params"])
+            )
             assert status == 500
             assert d.dead
             assert (await post(session, d, completion("x", 1)))[0] == 500
@@ -91,7 +97,9 @@ def test_a_dead_peer_by_policy(policy: str) -> None:
             body = completion("x" * 400, 2)
             _, first = await post(session, p, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
             await p.close()
-            status, answer = await post(session, d, {**body, "kv_transfer_params": first["kv_transfer_params"]})
+            status, answer = await post(
+                session, d, {**body, "kv_transfer_params": first["kv_transfer_params"]}
+            )
             assert status == (500 if policy == "fail" else 200)
             if policy == "recompute":
                 assert answer["choices"][0]["text"] == expected_text(body, 2)

@@ -96,10 +96,16 @@ WORKERS = [
 ]
 
 
-def parts(workers: list[dict[str, Any]] | None = None, **config: Any) -> tuple[Chooser, Fleet, Paths, DecisionHolder]:
+def parts(
+    workers: list[dict[str, Any]] | None = None, **config: Any
+) -> tuple[Chooser, Fleet, Paths, DecisionHolder]:
     resolved = Resolved(
         RouterConfig.model_validate(
-            {"backend": "vllm_nixl", "workers": WORKERS if workers is None else workers, "decision": {"threshold_tokens": 1000}}
+            {
+                "backend": "vllm_nixl",
+                "workers": WORKERS if workers is None else workers,
+                "decision": {"threshold_tokens": 1000},
+            }
             | config
         )
     )
@@ -170,7 +176,12 @@ def test_predictions_are_the_simulators() -> None:
     n_bytes = model.kv.transfer_bytes(7_000)
     pd = scenario.deployment.pd[0]
     local = paths.local_s(fleet.local_prefill.path_state(101.0), 7_000, 1_000)
-    assert local == model.hardware["h20"].prefill.seconds(7_000, 1_000) + rdma_s(n_bytes, pd.rdma_bps, pd.rdma_latency_s) + 0.025
+    assert (
+        local
+        == model.hardware["h20"].prefill.seconds(7_000, 1_000)
+        + rdma_s(n_bytes, pd.rdma_bps, pd.rdma_latency_s)
+        + 0.025
+    )
 
 
 def test_a_margin_moves_with_the_queues() -> None:
@@ -200,7 +211,12 @@ def test_of_several_remote_clusters_the_earliest_finish() -> None:
     workers[2]["cluster"] = workers[3]["cluster"] = scenario.deployment.pd[0].name
     resolved = Resolved(
         RouterConfig.model_validate(
-            {"backend": "vllm_nixl", "scenario": "two_regions", "workers": workers, "decision": {"threshold_tokens": 100}}
+            {
+                "backend": "vllm_nixl",
+                "scenario": "two_regions",
+                "workers": workers,
+                "decision": {"threshold_tokens": 100},
+            }
         )
     )
     fleet, paths = Fleet(resolved.config, resolved.pd.name, resolved.remote_clusters), Paths(resolved)

@@ -32,7 +32,12 @@ def test_sigterm_drains_and_the_process_ends(tmp_path: Path) -> None:
         await fake.start()
         config = tmp_path / "router.yaml"
         entry = {"name": "d1", "url": fake.url, "cluster": "pd0", "role": "both"}
-        raw = {"backend": "vllm_nixl", "listen": {"port": 0}, "workers": [entry], "decision": {"never_remote": True}}
+        raw = {
+            "backend": "vllm_nixl",
+            "listen": {"port": 0},
+            "workers": [entry],
+            "decision": {"never_remote": True},
+        }
         config.write_text(yaml.safe_dump(raw))
         port_file = tmp_path / "port"
         process = subprocess.Popen(
@@ -65,7 +70,10 @@ def test_a_mistake_of_the_command_is_one_line(tmp_path: Path) -> None:
     code = "import sys; from prfaas_env.cli import app, main; from prfaas_serving.commands import serve; "
     code += "app.command('serve')(serve) if not any(c.name == 'serve' for c in app.registered_commands) else None; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "serve", "--config", str(config)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "serve", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

@@ -34,11 +34,15 @@ def resident_bytes(pid: int) -> int:
 async def stream_many(n_requests: int, folder: Path) -> list[tuple[int, int]]:
     """Stream so many requests through a router process; gives (requests so far, its memory) from time to time."""
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(lambda: EchoProtocol(6), "127.0.0.1", 0, backlog=1024) for _ in range(2)]
+    servers = [
+        await loop.create_server(lambda: EchoProtocol(6), "127.0.0.1", 0, backlog=1024) for _ in range(2)
+    ]
     config = folder / "router.yaml"
     config.write_text(json.dumps(router_config([s.sockets[0].getsockname()[1] for s in servers])))
     port_file = folder / "port"
-    router = subprocess.Popen([sys.executable, "-m", "prfaas_serving.fake.router", str(config), str(port_file)])
+    router = subprocess.Popen(
+        [sys.executable, "-m", "prfaas_serving.fake.router", str(config), str(port_file)]
+    )
     try:
         await until(port_file.exists, "the router is up", 60.0)
         port = int(port_file.read_text())
@@ -115,7 +119,9 @@ async def storm(calm_s: float, storm_s: float, recovery_s: float) -> tuple[float
                     break
                 k += 1
             took = time.monotonic() - ended
-        await until(lambda: router.forwarder.open_requests == 0 and not router.forwarder.background, "all done", 30.0)
+        await until(
+            lambda: router.forwarder.open_requests == 0 and not router.forwarder.background, "all done", 30.0
+        )
         end = time.monotonic() + 30.0
         while sum(s["staged"] for s in await cluster.states()):
             assert time.monotonic() < end, "staged KV is left"

@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from prfaas_serving import sse
 
 
-@given(st.lists(st.sampled_from([b"data: {}", b": ping", b"event: x\ndata: 1", b"data: [DONE]"]), max_size=8), st.data())
+@given(
+    st.lists(st.sampled_from([b"data: {}", b": ping", b"event: x\ndata: 1", b"data: [DONE]"]), max_size=8),
+    st.data(),
+)
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
-def test_whole_events_come_out_in_order_however_they_are_cut(end: bytes, events: list[bytes], data: st.DataObject) -> None:
+def test_whole_events_come_out_in_order_however_they_are_cut(
+    end: bytes, events: list[bytes], data: st.DataObject
+) -> None:
     whole = b"".join(e.replace(b"\n", end[: len(end) // 2]) + end for e in events)
     cutter, out, at = sse.Events(), b"", 0
     while at < len(whole):

@@ -86,7 +86,9 @@ def test_workers_over_https(authority: trustme.CA, tmp_path: Path, trusted: bool
             {
                 "backend": "vllm_nixl",
                 "listen": {"port": 0},
-                "workers": [{"name": "d1", "url": f"https://127.0.0.1:{port}", "cluster": "pd0", "role": "both"}],
+                "workers": [
+                    {"name": "d1", "url": f"https://127.0.0.1:{port}", "cluster": "pd0", "role": "both"}
+                ],
                 "decision": {"threshold_tokens": 5},
                 "upstream": {"ca_file": f["ca"]} if trusted else {},
                 "health": {"canary": False, "probe_s": 0.05},

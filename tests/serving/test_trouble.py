@@ -529,7 +529,7 @@ def test_pairs_whose_transfers_fail_are_kept_apart() -> None:
             with_kv = [
                 x
                 for x in s.workers["d1"].seen
-                if "kv_transfer_params" in x.body and x.body["kv_transfer_params"]
+                if x.body.get("kv_transfer_params")
             ]
             assert len([x for x in with_kv if not x.headers["X-Request-Id"].endswith("release")]) <= 2
             await s.settled()

@@ -101,7 +101,9 @@ class FakeCluster:
     def _launch(self, group: str) -> None:
         specs, ready = self._files(group)
         ready.unlink(missing_ok=True)
-        content = [m.spec.model_copy(update={"port": m.port}).model_dump(mode="json") for m in self._of(group)]
+        content = [
+            m.spec.model_copy(update={"port": m.port}).model_dump(mode="json") for m in self._of(group)
+        ]
         specs.write_text(json.dumps(content), encoding="utf-8")
         self._processes[group] = subprocess.Popen(
             [sys.executable, "-m", "prfaas_serving.fake", str(specs), str(ready)],

@@ -24,10 +24,21 @@ from prfaas_serving.fake.worker import FakeWorker, Seen
 
 HERE = Path(__file__).parent
 #: Values that are kept as they are: everything else is replaced by the name of its type.
-KEPT = {"stream", "max_tokens", "max_completion_tokens", "n", "do_remote_decode", "do_remote_prefill", "temperature"}
+KEPT = {
+    "stream",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "do_remote_decode",
+    "do_remote_prefill",
+    "temperature",
+}
 #: Requests by name: (path, body).
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completion": ("/v1/completions", {"model": "fake", "prompt": "hello there you", "max_tokens": 5, "temperature": 0.5}),
+    "completion": (
+        "/v1/completions",
+        {"model": "fake", "prompt": "hello there you", "max_tokens": 5, "temperature": 0.5},
+    ),
     "completion_stream": (
         "/v1/completions",
         {
@@ -91,7 +102,9 @@ async def record(engine: str, command: list[str]) -> dict[str, Any]:
     await decode.start()
     port = free_port()
     filled = [
-        part.format(prefill=prefill.url, bootstrap=prefill.kv_port, decode=decode.url, port=port, metrics=free_port())
+        part.format(
+            prefill=prefill.url, bootstrap=prefill.kv_port, decode=decode.url, port=port, metrics=free_port()
+        )
         for part in command
     ]
     router = subprocess.Popen(filled, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -102,7 +115,9 @@ async def record(engine: str, command: list[str]) -> dict[str, Any]:
             for name, (path, body) in REQUESTS.items():
                 prefill.seen.clear()
                 decode.seen.clear()
-                async with session.post(f"http://127.0.0.1:{port}{path}", json=body, headers=HEADERS) as answer:
+                async with session.post(
+                    f"http://127.0.0.1:{port}{path}", json=body, headers=HEADERS
+                ) as answer:
                     await answer.read()
                     assert answer.status == 200, (name, answer.status)
                 found[name] = {
@@ -148,7 +163,9 @@ def main(venvs: list[str]) -> None:
     """Record both and write the files."""
     for (name, (engine, command)), venv in zip(COMMANDS.items(), venvs, strict=True):
         found = asyncio.run(record(engine, command.format(venv=venv).split()))
-        (HERE / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (HERE / f"{name}.json").write_text(
+            json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def compared(legs: dict[str, Any], renamed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize(("reference", "backend"), [("sglang-router", "sglang"), ("vllm-router", "vllm_nixl")])
+@pytest.mark.parametrize(
+    ("reference", "backend"), [("sglang-router", "sglang"), ("vllm-router", "vllm_nixl")]
+)
 def test_the_same_fields_as_the_published_router(reference: str, backend: str, name: str) -> None:
     recorded = json.loads((HERE / f"{reference}.json").read_text(encoding="utf-8"))
     path, body = REQUESTS[name]
