@@ -17,8 +17,10 @@ from aiohttp.web_request import BaseRequest
 from multidict import CIMultiDict
 
 from prfaas_env.base import PrfaasError
+from prfaas_serving.answers import CutOff, PassedOn
 from prfaas_serving.config import Resolved, ServerTls
-from prfaas_serving.forward import CutOff, Exchange, Forwarder, PassedOn
+from prfaas_serving.exchange import Exchange
+from prfaas_serving.forward import Forwarder
 from prfaas_serving.metrics import Metrics
 from prfaas_serving.requests import (
     CHAT,
@@ -319,7 +321,7 @@ class Router:
         return job
 
     async def _run(self, request: BaseRequest, job: Job) -> web.StreamResponse:
-        exchange: Exchange = self.forwarder.exchange(job)
+        exchange = Exchange(self.forwarder, job)
         gone = "client"
         try:
             answer = await exchange.open()

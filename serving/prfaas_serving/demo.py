@@ -63,8 +63,8 @@ def decisions() -> list[ClusterDecision]:
     ]
 
 
-async def load(url: str, requests: RequestTable, time_scale: float, row: Row) -> None:
-    """Send the requests of a trace at their times and wait for all answers."""
+async def load(url: str, requests: RequestTable, time_scale: float, row: Row, number: int) -> None:
+    """Send the requests of a trace at their times and wait for all answers; `number` tells loads apart."""
     ids = np.arange(int(requests.input_tokens.max()) + len(requests), dtype=np.int64)
     began = time.monotonic()
     async with aiohttp.ClientSession(
@@ -72,9 +72,9 @@ async def load(url: str, requests: RequestTable, time_scale: float, row: Row) ->
     ) as session:
 
         async def one(k: int) -> None:
-            # tokens of its own, so that no two requests share a prefix
+            # tokens of its own, so that no two requests of any row share a prefix
             prompt = ids[k : k + int(requests.input_tokens[k])].tolist()
-            prompt[0] = 1_000_000 + k
+            prompt[0] = 1_000_000 * (number + 1) + k
             body = {"model": "fake", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True}
             data = orjson.dumps(body)
             await asyncio.sleep(requests.arrival_ns[k] / 1e9 * time_scale - (time.monotonic() - began))
@@ -145,11 +145,13 @@ async def measure(
         await router.start()
         try:
             await _ready(router)
-            for decision in chosen:
+            for number, decision in enumerate(chosen):
                 row = Row(decision)
                 before = cluster.link.carried_bytes if cluster.link is not None else 0
                 router.forwarder.holder.set(decision, "admin", "demonstration")
-                await load(f"http://127.0.0.1:{router.port}/v1/completions", requests, time_scale, row)
+                await load(
+                    f"http://127.0.0.1:{router.port}/v1/completions", requests, time_scale, row, number
+                )
                 if cluster.link is not None:
                     row.link_bytes = (cluster.link.carried_bytes - before) / byte_scale
                 rows.append(row)

@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 
 from prfaas_serving.backends.engines import HEALTH_PATH, LOAD_PATH, Unreadable, read_load
 from prfaas_serving.choice import Route
+from prfaas_serving.exchange import Exchange
 from prfaas_serving.forward import Forwarder
 from prfaas_serving.requests import COMPLETIONS, ClientError, Job
 from prfaas_serving.workers import Load, Worker
@@ -234,7 +235,7 @@ class HealthChecker:
             "max_tokens": 1,
         }
         job = Job(COMPLETIONS, "POST", "", orjson.dumps(body), body, CIMultiDict(), "canary")
-        exchange = self._f.exchange(job)
+        exchange = Exchange(self._f, job)
         exchange.forced = route
         try:
             answer = await exchange.open()

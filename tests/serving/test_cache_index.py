@@ -55,7 +55,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
     st.lists(prompts, max_size=6), prompts, st.sampled_from(["attention", "end_of_prompt", "every_n_tokens"])
 )
 def test_against_the_rule_in_words(stored: list[list[int]], asked: list[int], rule: str) -> None:
-    """The largest whole-block length below the prompt's at which all blocks, and a checkpoint where one is needed, are held."""
+    """The largest length in whole blocks, below the prompt's, with all blocks (and a checkpoint, if needed) held."""
     state = rule != "attention"
     settings: dict[str, Any] = {"checkpoints": rule} if state else {}
     if rule == "every_n_tokens":

@@ -122,7 +122,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         return Resolved(RouterConfig.model_validate(raw))
 
     tls = {"cert_file": str(tmp_path / "none"), "key_file": str(tmp_path / "none")}
-    with pytest.raises(PrfaasError, match="listen.tls"):
+    with pytest.raises(PrfaasError, match=r"listen\.tls"):
         Router(config(listen={"tls": tls}))
 
     async def work() -> None:

@@ -526,11 +526,7 @@ def test_pairs_whose_transfers_fail_are_kept_apart() -> None:
                 assert (reply.status, reply.text) == (200, RIGHT)
             apart = s.router.forwarder.fleet.pairs.as_json(time.monotonic())
             assert {"prefill": "r1", "decode": "d1"}.items() <= apart[0].items()
-            with_kv = [
-                x
-                for x in s.workers["d1"].seen
-                if x.body.get("kv_transfer_params")
-            ]
+            with_kv = [x for x in s.workers["d1"].seen if x.body.get("kv_transfer_params")]
             assert len([x for x in with_kv if not x.headers["X-Request-Id"].endswith("release")]) <= 2
             await s.settled()
 
