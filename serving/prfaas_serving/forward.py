@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from prfaas_serving.backends import HandOver, Leg, make_backend
+from prfaas_serving.backends.engines import TOKENIZES
 from prfaas_serving.breaker import RetryBudget
 from prfaas_serving.cache_index import PrefixIndex
 from prfaas_serving.choice import Chooser, Route
@@ -78,7 +79,7 @@ class Forwarder:
         self.index = self._make_index() if config.cache.enabled else None
         self.chooser = Chooser(self.fleet, self.paths, self.holder, self.index, config.cache.shared)
         self.upstream = Upstream(config, metrics)
-        self.counter = LengthCounter(config.length, self._ask_engine)
+        self.counter = LengthCounter(config.length, self._ask_engine, self._can_ask)
         self.budget = RetryBudget(config.retry.budget, config.retry.reserve)
         self.listeners: list[Listener] = []
         self.open_requests = 0
@@ -121,10 +122,11 @@ class Forwarder:
         """What must not reach a client."""
         return [w.spec.host_port for w in self.fleet]
 
+    def _can_ask(self) -> bool:
+        return any(w.engine in TOKENIZES and w.state == "up" for w in self.fleet)
+
     async def _ask_engine(self, body: dict[str, Any]) -> tuple[int, list[int] | None] | None:
         """Ask a worker's /tokenize: (count, ids if it gives them)."""
-        from prfaas_serving.backends.engines import TOKENIZES
-
         now_s = time.monotonic()
         able = [w for w in self.fleet if w.engine in TOKENIZES and w.usable(now_s)]
         if not able:

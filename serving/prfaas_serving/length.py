@@ -74,14 +74,18 @@ class LengthCounter:
     Args:
         settings: the `length` section.
         ask: asks a worker's /tokenize.
+        able: whether there is a worker to ask.
 
     Raises:
         PrfaasError: the tokenizer cannot be read.
     """
 
-    def __init__(self, settings: Length, ask: AskEngine | None = None) -> None:
+    def __init__(
+        self, settings: Length, ask: AskEngine | None = None, able: Callable[[], bool] = lambda: True
+    ) -> None:
         self._settings = settings
         self._ask = ask if settings.ask_engine and settings.tokenizer is None else None
+        self._able = able
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self.engine_failures = 0
@@ -100,7 +104,7 @@ class LengthCounter:
             text, messages = prompt if isinstance(prompt, str) else "", 0
         if self._tokenizer is not None:
             return await self._tokenize(body, text, messages, chat)
-        if self._ask is not None:
+        if self._ask is not None and self._able():
             found = await self._engine(body)
             if found is not None:
                 return found if found.ids is not None else Prompt(found.tokens, "engine", text=text)

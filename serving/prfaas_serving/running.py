@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -45,6 +46,9 @@ async def serve_until_told(resolved: Resolved, started: Callable[[Router], None]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
     await router.start()
+    # what is loaded by now stays: a collector that walks through it all would only make requests wait
+    gc.collect()
+    gc.freeze()
     log.info(
         "listening on %s:%s, admin on %s",
         resolved.config.listen.host,
