@@ -20,10 +20,10 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-slow fuzz lint format constraints clean
+.PHONY: help install demo demo-serving bench test test-slow test-serving-slow fuzz lint format constraints clean
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## Make .venv with the pinned packages and this project (does nothing when up to date)
 
@@ -49,6 +49,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Run the demonstration; its results go to runs/demo
 	$(VENV)/bin/prfaas demo --out runs/demo
 
+demo-serving: install ## Run the router on a fake cluster at several thresholds and margins
+	$(PY) -m prfaas_serving.demo
+
 bench: install ## Measure speed and memory against the targets (results: runs/bench.json)
 	mkdir -p runs
 	$(VENV)/bin/prfaas bench --out runs/bench.json
@@ -58,6 +61,9 @@ test: install ## Run the default test suite
 
 test-slow: install ## Run the tests that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+test-serving-slow: install ## Run the long tests of the router: chaos, memory, abort storm, strange requests
+	$(PYTEST) -n 0 -m slow tests/serving $(ARGS)
 
 fuzz: install ## Compare the engines on random worlds (MINUTES=10, FIRST=1000000)
 	$(TEST_ENV) $(PY) -m tests.differential.fuzz --minutes $(MINUTES) --first $(FIRST)

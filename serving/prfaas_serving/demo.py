@@ -1,0 +1,253 @@
+"""`make demo-serving`: a router in front of a fake cluster under a real trace, at several thresholds and margins."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import numpy as np
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prfaas_env.base import PrfaasError
+from prfaas_env.decision import ClusterDecision
+from prfaas_env.scenarios import Scenario, load_scenario
+from prfaas_env.simulator.world import draw_world
+from prfaas_env.workload.requests import RequestTable
+from prfaas_serving.app import Router
+from prfaas_serving.config import Resolved, RouterConfig
+from prfaas_serving.fake.cluster import FakeCluster, of_deployment, router_workers
+from prfaas_serving.running import run_loop
+
+#: Thresholds in tokens and margins in seconds of the table.
+THRESHOLDS = (math.inf, 40_000.0, 19_400.0, 8_000.0, 0.0)
+MARGINS = (0.0, 2.0)
+OUTPUT_TOKENS = 8
+
+
+@dataclass
+class Row:
+    """What one decision gave. Times in seconds of the scenario."""
+
+    decision: ClusterDecision
+    ttft_s: list[float] = field(default_factory=list)
+    remote: int = 0
+    failed: int = 0
+    link_bytes: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The rule in words."""
+        if self.decision.margin_s is not None:
+            return f"margin {self.decision.margin_s:g} s"
+        threshold = self.decision.threshold_tokens
+        if threshold == math.inf:
+            return "never remote"
+        return "always remote" if threshold == 0 else f"threshold {threshold:,.0f}"
+
+
+def decisions() -> list[ClusterDecision]:
+    """The decisions of the table."""
+    return [
+        *(ClusterDecision(threshold_tokens=t) for t in THRESHOLDS),
+        *(ClusterDecision(margin_s=m) for m in MARGINS),
+    ]
+
+
+async def load(url: str, requests: RequestTable, time_scale: float, row: Row, number: int) -> None:
+    """Send the requests of a trace at their times and wait for all answers; `number` tells loads apart."""
+    ids = np.arange(int(requests.input_tokens.max()) + len(requests), dtype=np.int64)
+    began = time.monotonic()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
+    ) as session:
+
+        async def one(k: int) -> None:
+            # tokens of its own, so that no two requests of any row share a prefix
+            prompt = ids[k : k + int(requests.input_tokens[k])].tolist()
+            prompt[0] = 1_000_000 * (number + 1) + k
+            body = {"model": "fake", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True}
+            data = orjson.dumps(body)
+            await asyncio.sleep(requests.arrival_ns[k] / 1e9 * time_scale - (time.monotonic() - began))
+            sent = time.monotonic()
+            try:
+                async with session.post(
+                    url, data=data, headers={"Content-Type": "application/json"}
+                ) as answer:
+                    first = 0.0
+                    raw = b""
+                    async for piece in answer.content.iter_any():
+                        first = first or time.monotonic()
+                        raw += piece
+            except (aiohttp.ClientError, TimeoutError):
+                row.failed += 1
+                return
+            if answer.status != 200 or not raw.endswith(b"data: [DONE]\n\n"):
+                row.failed += 1
+                return
+            row.ttft_s.append((first - sent) / time_scale)
+            row.remote += answer.headers["X-Prfaas-Route"] == "remote"
+
+        await asyncio.gather(*(one(k) for k in range(len(requests))))
+    row.elapsed_s = (time.monotonic() - began) / time_scale
+
+
+def config_of(cluster: FakeCluster, scenario: str) -> RouterConfig:
+    """A router for a fake cluster: one prefill at a time per worker, as in the simulator."""
+    return RouterConfig.model_validate(
+        {
+            "backend": "vllm_nixl",
+            "scenario": scenario,
+            "listen": {"port": 0},
+            "workers": router_workers(cluster.members),
+            "decision": {"never_remote": True},
+            "limits": {"prefill_per_worker": 1, "queue": 100_000},
+            "deadlines": {"queue_s": 600.0, "prefill_floor_s": 120.0, "transfer_floor_s": 60.0},
+            "health": {"ramp_s": 0.0, "probe_s": 0.5},
+            "cache": {"enabled": False},
+            "log_level": "error",
+        }
+    )
+
+
+async def measure(
+    scenario: Scenario, requests: RequestTable, chosen: Sequence[ClusterDecision], time_scale: float
+) -> list[Row]:
+    """Run the requests once per decision.
+
+    Args:
+        scenario: the deployment.
+        requests: the load.
+        chosen: one row each.
+        time_scale: real seconds per second of the scenario.
+
+    Raises:
+        PrfaasError: the cluster does not come up.
+    """
+    # the link carries as many bytes per real second as costs little here
+    byte_scale = 2e-3 * time_scale
+    cluster = of_deployment(
+        scenario, time_scale=time_scale, byte_scale=byte_scale, handshake_s=5.0, max_model_len=1_000_000
+    )
+    rows = []
+    try:
+        await cluster.start()
+        router = Router(Resolved(config_of(cluster, scenario.name)))
+        await router.start()
+        try:
+            await _ready(router)
+            for number, decision in enumerate(chosen):
+                row = Row(decision)
+                before = cluster.link.carried_bytes if cluster.link is not None else 0
+                router.forwarder.holder.set(decision, "admin", "demonstration")
+                await load(
+                    f"http://127.0.0.1:{router.port}/v1/completions", requests, time_scale, row, number
+                )
+                if cluster.link is not None:
+                    row.link_bytes = (cluster.link.carried_bytes - before) / byte_scale
+                rows.append(row)
+        finally:
+            await router.close()
+    finally:
+        await cluster.close()
+    return rows
+
+
+async def _ready(router: Router) -> None:
+    end = time.monotonic() + 60.0
+    while router.health.missing():
+        if time.monotonic() > end:
+            raise PrfaasError(f"the fake cluster did not become ready: {', '.join(router.health.missing())}")
+        await asyncio.sleep(0.05)
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The table of a demonstration."""
+    table = Table("rule", "remote", "mean TTFT (s)", "P50", "P90", "link (Gbit/s)", "failed")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        n = len(row.ttft_s)
+        values = [float(np.mean(row.ttft_s)), *np.percentile(row.ttft_s, [50, 90])] if n else [math.nan] * 3
+        table.add_row(
+            row.name,
+            f"{row.remote / n:.0%}" if n else "-",
+            *(f"{v:.2f}" for v in values),
+            f"{row.link_bytes * 8 / 1e9 / row.elapsed_s:.2f}" if row.elapsed_s else "-",
+            str(row.failed),
+        )
+    return table
+
+
+def demo(
+    scenario: Annotated[str, typer.Option(help="Deployment and load.")] = "mooncake",
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds of the load, in the scenario's time.")
+    ] = 90.0,
+    time_scale: Annotated[
+        float,
+        typer.Option("--time-scale", min=0.001, max=10, help="Real seconds per second of the scenario."),
+    ] = 0.1,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
+) -> None:
+    """Serve a recorded load on a fake cluster at several thresholds and margins, and compare first-token times."""
+    from prfaas_env.base import write_whole
+
+    loaded = load_scenario(scenario)
+    requests = draw_world(loaded, 0, horizon_s=seconds).requests
+    if not len(requests):
+        raise PrfaasError(f"--seconds {seconds:g}: no request arrives in that time")
+    console = Console()
+    console.print(
+        f"{len(requests)} requests of {seconds:g} s of scenario {loaded.name}, in {seconds * time_scale:g} s per row; "
+        "times below are the scenario's",
+        highlight=False,
+    )
+    rows = run_loop(measure(loaded, requests, decisions(), time_scale))
+    console.print(table_of(rows))
+    if out is not None:
+        write_whole(
+            out, orjson.dumps([_figures(row) for row in rows], option=orjson.OPT_INDENT_2).decode() + "\n"
+        )
+    if any(row.failed for row in rows):
+        raise PrfaasError(f"{sum(row.failed for row in rows)} requests failed")
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    n = len(row.ttft_s)
+    return {
+        "rule": row.name,
+        "requests": n,
+        "remote": row.remote,
+        "failed": row.failed,
+        "mean_ttft_s": float(np.mean(row.ttft_s)) if n else None,
+        "p90_ttft_s": float(np.percentile(row.ttft_s, 90)) if n else None,
+        "link_bytes": row.link_bytes,
+    }
+
+
+def main() -> None:
+    """Entry point of `python -m prfaas_serving.demo`."""
+    import sys
+
+    app = typer.Typer(add_completion=False)
+    app.command()(demo)
+    try:
+        app()
+    except PrfaasError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

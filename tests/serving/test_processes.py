@@ -1,0 +1,107 @@
+"""The router and its workers as processes: the command, signals, the demonstration, the benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import yaml
+
+from prfaas_env.bench import Figure
+from prfaas_env.decision import ClusterDecision
+from prfaas_env.scenarios import load_scenario
+from prfaas_env.simulator.world import draw_world
+from prfaas_serving import bench, demo
+from prfaas_serving.fake.spec import FakeSpec
+from prfaas_serving.fake.worker import FakeWorker
+from prfaas_serving.running import run_loop
+from tests.serving.support import completion, run, until
+
+
+def test_sigterm_drains_and_the_process_ends(tmp_path: Path) -> None:
+    async def work() -> None:
+        decode = {"a_s": 0.02, "slots": 8, "source": "tests"}
+        fake = FakeWorker(FakeSpec(name="d1", role="both", decode=decode))  # type: ignore[arg-type]
+        await fake.start()
+        config = tmp_path / "router.yaml"
+        entry = {"name": "d1", "url": fake.url, "cluster": "pd0", "role": "both"}
+        raw = {
+            "backend": "vllm_nixl",
+            "listen": {"port": 0},
+            "workers": [entry],
+            "decision": {"never_remote": True},
+        }
+        config.write_text(yaml.safe_dump(raw))
+        port_file = tmp_path / "port"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prfaas_serving.fake.router", str(config), str(port_file)],
+            stderr=subprocess.PIPE,
+        )
+        try:
+            await until(port_file.exists, "the router is up", 60.0)
+            url = f"http://127.0.0.1:{int(port_file.read_text())}/v1/completions"
+            body = completion("hello", 50, stream=True)
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+                assert answer.status == 200
+                first = await answer.content.readany()
+                os.kill(process.pid, signal.SIGTERM)
+                rest = await answer.content.read()
+                assert (first + rest).endswith(b"data: [DONE]\n\n")
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert b"Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+        finally:
+            process.kill()
+            process.wait()
+            await fake.close()
+
+    run(work)
+
+
+def test_a_mistake_of_the_command_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "router.yaml"
+    config.write_text("backend: nope\n")
+    code = "import sys; from prfaas_env.cli import app, main; from prfaas_serving.commands import serve; "
+    code += "app.command('serve')(serve); main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "router.yaml: backend" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_demonstration_in_small() -> None:
+    scenario = load_scenario("mooncake")
+    requests = draw_world(scenario, 0, horizon_s=6.0).requests
+    chosen = [ClusterDecision(threshold_tokens=math.inf), ClusterDecision(threshold_tokens=0.0)]
+    rows = run_loop(demo.measure(scenario, requests, chosen, 0.05))
+    assert [r.name for r in rows] == ["never remote", "always remote"]
+    assert [(len(r.ttft_s), r.failed) for r in rows] == [(len(requests), 0)] * 2
+    assert [r.remote for r in rows] == [0, len(requests)]
+    assert rows[0].link_bytes == 0
+    expected = sum(scenario.model.kv.transfer_bytes(int(n)) for n in requests.input_tokens)
+    assert abs(rows[1].link_bytes / expected - 1) < 0.05, "the bytes of every cache crossed the link"
+    assert demo.table_of(rows).row_count == 2
+    assert demo.table_of([demo.Row(chosen[0])]).row_count == 1
+    assert json.dumps([demo._figures(r) for r in rows])
+
+
+def test_the_benchmark_gives_its_figures() -> None:
+    figures = bench.router_figures(0.3, 1)
+    assert all(isinstance(f, Figure) for f in figures.values())
+    for kind in ("stream", "unary"):
+        assert figures[f"{kind}_rps"].value > 0
+        assert {f"{kind}_direct_rps", f"{kind}_added_p50_ms", f"{kind}_added_p99_ms"} <= set(figures)
+    assert figures["stream_cpu_rps"].at_least == 500
+    assert figures["unary_cpu_rps"].at_least == 1000
