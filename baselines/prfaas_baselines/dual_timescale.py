@@ -145,7 +145,7 @@ class DualTimescale:
     Every PD cluster is planned by itself; see `planning` for deployments with several PrfaaS clusters.
 
     Args:
-        parameters: any field of `DualTimescaleParameters` by name.
+        parameters: any field of `DualTimescaleParameters` by name, and `tuned` (see `tuned_files`).
 
     Raises:
         PrfaasError: an unknown parameter or a value that is not allowed.
