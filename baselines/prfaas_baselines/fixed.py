@@ -1,4 +1,4 @@
-"""Rules that never change: everything local, everything remote, one threshold of two kinds. None of them moves a node."""
+"""Rules that never change: everything local, everything remote, one threshold. None of them moves a node."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ from prfaas_env.telemetry import Telemetry
 class HybridPlannerParameters(GuardParameters, PlanningParameters):
     """Parameters of the hybrid planner."""
 
-    throughput_period_s: float = knob(180.0, "s", "time between two throughput plans, and what one covers", gt=0)
+    throughput_period_s: float = knob(
+        180.0, "s", "time between two throughput plans, and what one covers", gt=0
+    )
     load_period_s: float = knob(5.0, "s", "time between two looks at the queues", gt=0)
     predictor: Literal["constant", "trend"] = knob(
         "constant", "-", "rate of the next window: that of the last one, or carried on from the last two"

@@ -1,4 +1,4 @@
-"""`prfaas train`, `tune`, `export`, `compare`, `report`, `sweep`, `demo`. Heavy packages are loaded when a command runs."""
+"""The commands of this room: `prfaas train`, `tune`, `compare`, ... Heavy packages are loaded when one runs."""
 
 from __future__ import annotations
 

@@ -72,9 +72,7 @@ def score_of(means: Means, reference: Means, cases: Sequence[Scenario], labels: 
     """
     base = reference.mean(axis=1)
     ratio = means.mean(axis=1) / base
-    per_seed = np.mean(
-        ratio[:, None] + (means - ratio[:, None] * reference) / base[:, None], axis=0
-    )
+    per_seed = np.mean(ratio[:, None] + (means - ratio[:, None] * reference) / base[:, None], axis=0)
     traced = any(is_trace(case) for case in cases)
     interval = without_limits(per_seed) if traced else seed_interval(per_seed)
     return Score(
@@ -132,15 +130,15 @@ def check_space(tuning: Tuning) -> Parameters:
     assert tuning.policy is not None
     where = f"tuning {tuning.name}"
     for name, field in tuning.space.items():
-        for value in field.ends:
+        for end in field.ends:
             try:
-                make_policy(spec_of(tuning.policy, {name: value}))
+                make_policy(spec_of(tuning.policy, {name: end}))
             except PrfaasError as error:
                 raise PrfaasError(f"{where}: space.{name}: {error}") from None
     defaults = rule_defaults(tuning.policy)
     first: Parameters = {}
     for name, field in tuning.space.items():
-        value = tuning.start.get(name, defaults.get(name))
+        value: Any = tuning.start.get(name, defaults.get(name))
         if value is None or not field.holds(value):
             raise PrfaasError(
                 f"{where}: space.{name}: the default {value!r} is not in it; widen it, or give a value in `start`"
@@ -179,10 +177,14 @@ def finished(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def next_trial(study: optuna.Study, tuning: Tuning, first: Parameters) -> Trial:
-    """The next trial. Its sampler is seeded by how many there were, so a stopped study goes on as it would have."""
+    """The next trial: `first`, then those that the tuning wants to begin with, then what the sampler says.
+
+    The sampler is seeded by how many trials there were, so a stopped study goes on as it would have.
+    """
     n = len(finished(study))
-    if n == 0 and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-        study.enqueue_trial(first)
+    starts = (first, *({**first, **change} for change in tuning.more_starts))
+    if n < len(starts) and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        study.enqueue_trial(starts[n])
     study.sampler = optuna.samplers.TPESampler(
         seed=np.random.SeedSequence(tuning.seed, spawn_key=(n,)).generate_state(1)[0],
         n_startup_trials=tuning.startup_trials,
@@ -209,7 +211,7 @@ class Search:
 
     def run(self, on_trial: Callable[[int, float], None]) -> None:
         """Run the trials that are missing; `on_trial` gets how many there are and the best score so far."""
-        best = min((t.value for t in complete(self.study)), default=math.inf)
+        best = min((score_at_end(t) for t in complete(self.study)), default=math.inf)
         while (n := len(finished(self.study))) < self.tuning.trials:
             trial = next_trial(self.study, self.tuning, self.first)
             try:
@@ -237,6 +239,12 @@ class Search:
                 return None
         self.study.tell(trial, score)
         return score
+
+
+def score_at_end(trial: FrozenTrial) -> float:
+    """Score of a trial that was run to its end."""
+    assert trial.value is not None
+    return trial.value
 
 
 def complete(study: optuna.Study) -> list[FrozenTrial]:
@@ -330,7 +338,9 @@ class PolicyTuning:
         """Everything that the result depends on; more trials and finalists may be asked for later."""
         return {
             "command": "prfaas tune",
-            "tuning": {k: v for k, v in self.tuning.text.items() if k not in {"trials", "finalists", "family"}},
+            "tuning": {
+                k: v for k, v in self.tuning.text.items() if k not in {"trials", "finalists", "family"}
+            },
             "family": {"name": self.family.name, **self.family.family.model_dump(mode="json")},
             "scenarios": [case.hash for case in (*self._search.cases, *self._validate.cases)],
             "versions": self.versions,
@@ -399,7 +409,7 @@ class PolicyTuning:
     ) -> tuple[int | None, Parameters, dict[str, Score]]:
         """(trial, its parameters, scores) of what is best on validation seeds; no trial where the default is."""
         seeds = list(self.family.family.validation_seeds.seeds)
-        ranked = sorted(complete(study), key=lambda t: (t.value, t.number))
+        ranked = sorted(complete(study), key=lambda t: (score_at_end(t), t.number))
         finalists = self._distinct(ranked)[: self.tuning.finalists]
         advance = told.stage("validation", len(finalists) + 2, 0)
         base = self._kept("validation reference", self._validate, reference, seeds)
@@ -452,5 +462,3 @@ class PolicyTuning:
 
         found: Means = self.folder.read_part(part, name, mine)
         return found
-
-

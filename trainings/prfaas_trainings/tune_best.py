@@ -73,7 +73,5 @@ def choose_best(
         validation_seeds=Seeds(first=seeds[0], count=len(seeds)),
         scenarios={label: case.hash for label, case in zip(own.labels(), bench.cases, strict=True)},
         versions=versions(),
-        candidates={
-            label: score_of(m, base, bench.cases, own.labels()) for label, m in means.items()
-        },
+        candidates={label: score_of(m, base, bench.cases, own.labels()) for label, m in means.items()},
     )

@@ -145,7 +145,11 @@ def _show(record: TunedFile) -> None:
         for name in ("default", "tuned"):
             score = scores[name]
             table.add_row(
-                f"{name}, {split}", f"{seeds.count}", f"{score.relative:.3f}", _interval(score), _seconds(score)
+                f"{name}, {split}",
+                f"{seeds.count}",
+                f"{score.relative:.3f}",
+                _interval(score),
+                _seconds(score),
             )
     console.print(table)
     console.print(
@@ -176,9 +180,7 @@ def run_training(
     _tell([best.config, out / TRIALS_FILE])
 
 
-def run_best(
-    family: str, save: Path, *, jobs: int | None, engine: str, as_json: bool
-) -> None:
+def run_best(family: str, save: Path, *, jobs: int | None, engine: str, as_json: bool) -> None:
     """Choose the best rule of a family among all with and without tuned parameters in a folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a tuning searches, on what, and how much: frozen models; the YAML files in `trainings/configs/tune` are instances."""
+"""What a tuning searches, on what and how much, as frozen models; instances are in `trainings/configs/tune`."""
 
 from __future__ import annotations
 
@@ -62,27 +62,34 @@ class SpaceField(Frozen):
         """The values that a limit would refuse first: both ends of a range, or all choices."""
         if self.choices is not None:
             return self.choices
-        assert self.low is not None and self.high is not None
-        return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+        low, high = self._range
+        return (int(low), int(high)) if self.whole else (low, high)
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        """`low` and `high` of a field without choices."""
+        assert self.low is not None
+        assert self.high is not None
+        return self.low, self.high
 
     def suggest(self, trial: Trial, name: str) -> Value:
         """The value that a trial tries, to `DIGITS` significant digits."""
         if self.choices is not None:
-            found = trial.suggest_categorical(name, self.choices)
-            assert found is not None
-            return found
-        assert self.low is not None and self.high is not None
+            chosen: Value = trial.suggest_categorical(name, self.choices)  # type: ignore[assignment]
+            return chosen
+        low, high = self._range
         if self.whole:
-            return trial.suggest_int(name, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
-        value = trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
+            step = int(self.step or 1)
+            return trial.suggest_int(name, int(low), int(high), step=step, log=self.log)
+        value = trial.suggest_float(name, low, high, step=self.step, log=self.log)
         return float(f"{value:.{DIGITS}g}")
 
     def holds(self, value: object) -> bool:
         """Whether a value can be tried."""
         if self.choices is not None:
             return any(value == choice and isinstance(value, type(choice)) for choice in self.choices)
-        assert self.low is not None and self.high is not None
-        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
+        low, high = self._range
+        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 class FamilyScenario(Frozen):
@@ -111,7 +118,9 @@ class Family(Frozen):
         default=SeedRange(first=SPLITS["validation"].start + 500, count=100),
         description="validation seeds that the best rule is chosen on",
     )
-    block: int = Field(default=4, ge=1, description="training seeds after which a trial may be stopped, and again")
+    block: int = Field(
+        default=4, ge=1, description="training seeds after which a trial may be stopped, and again"
+    )
 
     @model_validator(mode="after")
     def _seeds(self) -> Self:
@@ -183,11 +192,16 @@ class Tuning(Frozen):
     start: dict[str, Value] = Field(
         default_factory=dict, description="values of the first trial where the default is not a number"
     )
+    more_starts: tuple[dict[str, Value], ...] = Field(
+        default=(), description="trials after the first one: its values with these in their place"
+    )
     trials: int = Field(default=200, ge=1)
     startup_trials: int = Field(default=30, ge=1, description="trials at random before the sampler learns")
     finalists: int = Field(default=8, ge=1, description="best trials that are compared on validation seeds")
     reduction_factor: int = Field(
-        default=3, ge=2, description="of so many trials that reach a number of blocks one goes on to so many times it"
+        default=3,
+        ge=2,
+        description="of so many trials that reach a number of blocks one goes on to so many times it",
     )
     search_overrides: tuple[str, ...] = Field(
         default=(), description="field.path=value of the scenarios while searching, never for validation"
@@ -214,11 +228,15 @@ class Tuning(Frozen):
             raise ValueError("family, search_overrides and start belong to a tuning of a policy")
         if self.policy is not None and self.overrides:
             raise ValueError("overrides belong to a tuning of a training; use search_overrides")
-        for name, value in self.start.items():
-            if name not in self.space:
-                raise ValueError(f"start.{name}: is not in the space")
-            if not self.space[name].holds(value):
-                raise ValueError(f"start.{name}: {value!r} is not in the space of {name}")
+        for where, values in (
+            ("start", self.start),
+            *((f"more_starts.{k}", v) for k, v in enumerate(self.more_starts)),
+        ):
+            for name, value in values.items():
+                if name not in self.space:
+                    raise ValueError(f"{where}.{name}: is not in the space")
+                if not self.space[name].holds(value):
+                    raise ValueError(f"{where}.{name}: {value!r} is not in the space of {name}")
         return self
 
     @cached_property
@@ -307,9 +325,7 @@ def load_family(spec: str) -> NamedFamily:
         return NamedFamily(spec, shipped[spec])
     file, separator, name = spec.rpartition(":")
     if not separator or not Path(file).is_file():
-        raise PrfaasError(
-            f"unknown family {spec!r}; shipped: {', '.join(shipped)}; or give FILE.yaml:NAME"
-        )
+        raise PrfaasError(f"unknown family {spec!r}; shipped: {', '.join(shipped)}; or give FILE.yaml:NAME")
     found = read_families(Path(file))
     if name not in found:
         raise PrfaasError(f"{file}: has no family {name!r}; it has {', '.join(found)}")

@@ -25,6 +25,7 @@ from prfaas_trainings.tune import (
     finished,
     next_trial,
     open_study,
+    score_at_end,
     suggest,
     trial_parameters,
     trials_csv,
@@ -159,7 +160,7 @@ class TrainingTuning:
             study.tell(trial, score, state=TrialState.PRUNED if score is None else TrialState.COMPLETE)
             advance(n + 1, "refused" if score is None else f"score {score:.3f}")
             write_whole(self.out / TRIALS_FILE, trials_csv(self.tuning, study))
-        ranked = sorted(complete(study), key=lambda t: (t.value, t.number))
+        ranked = sorted(complete(study), key=lambda t: (score_at_end(t), t.number))
         return self._written(ranked, len(finished(study)))
 
     def _train(self, trial: Trial) -> float | None:
@@ -178,12 +179,13 @@ class TrainingTuning:
 
     def _written(self, ranked: list[FrozenTrial], trials: int) -> BestTraining:
         if not ranked:
-            raise PrfaasError(f"tuning {self.tuning.name}: no trial gave a training; every combination was refused")
+            raise PrfaasError(
+                f"tuning {self.tuning.name}: no trial gave a training; every combination was refused"
+            )
         best = ranked[0]
         values = trial_parameters(self.tuning, best)
         # Without the overrides that only made the trials short.
         config = load_config(self.training, assignments(values))
         write_whole(self.out / CONFIG_FILE, config.yaml())
         first = min(ranked, key=lambda t: t.number)
-        assert best.value is not None and first.value is not None
-        return BestTraining(values, best.value, first.value, trials, self.out / CONFIG_FILE)
+        return BestTraining(values, score_at_end(best), score_at_end(first), trials, self.out / CONFIG_FILE)
