@@ -208,9 +208,15 @@ def _kv_bits(kv: KVLayout, tokens: FloatArray) -> FloatArray:
     return BITS_PER_BYTE * kv.transfer_bytes_array(whole).astype(np.float64)
 
 
-def _remote_s(lengths: LengthLaw, remote: PrefillProfile, t: FloatArray, means: Means) -> FloatArray:
+def _remote_s(
+    lengths: LengthLaw,
+    remote: PrefillProfile,
+    t: FloatArray,
+    means: Means,
+    share: FloatArray | None = None,
+) -> FloatArray:
     """Prefill time of an offloaded request by threshold, shape (n_thresholds,); of no meaning where none goes."""
-    share = _share(lengths, t)
+    share = _share(lengths, t) if share is None else share
     goes = share > 0.0
     if means == "representative":
         return remote.seconds_array(np.where(goes, lengths.mean_above(t), 0.0))
@@ -230,7 +236,7 @@ def _demand(
     first = np.concatenate([[True], share[1:] != share[:-1]])
     t, share = thresholds_tokens[first], share[first]
     goes, stays = share > 0.0, share < 1.0
-    remote_s = np.full(len(t), np.inf) if remote is None else _remote_s(lengths, remote, t, means)
+    remote_s = np.full(len(t), np.inf) if remote is None else _remote_s(lengths, remote, t, means, share)
     if means == "representative":
         l_long = np.where(goes, lengths.mean_above(t), 0.0)
         l_short = np.where(stays, lengths.mean_below(t), 0.0)
@@ -356,8 +362,10 @@ def search(
         theta_remote = theta_remote + np.where(p > 0.0, theta, 0.0)
     theta_local = np.where(p < 1.0, theta_pdp_rps(n_prefill[None, :], demand.local_s[:, None]), 0.0)
     theta_decode = (n_local - n_prefill) * decode_instance_rps(decode, lengths.mean, output_tokens_mean)
-    limit = lambda_max_rps(theta_remote, theta_local, theta_decode[None, :], p)
-    i, j = _best(limit, np.minimum(path_limit_rps(theta_remote, p), path_limit_rps(theta_local, 1.0 - p)))
+    # Equation 6 (`lambda_max_rps`), with its two prefill terms kept: ties go to the widest prefill.
+    prefill = np.minimum(path_limit_rps(theta_remote, p), path_limit_rps(theta_local, 1.0 - p))
+    limit = np.minimum(prefill, theta_decode[None, :])
+    i, j = _best(limit, prefill)
     threshold, share = float(demand.threshold_tokens[i]), float(demand.share[i])
     return Optimum(
         threshold_tokens=threshold,
