@@ -7,7 +7,14 @@ from typing import Any
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
 from prfaas_baselines.parameters import cache_rule as checked_rule
-from prfaas_baselines.parameters import knob, number, parameter_table, parameters_from, with_tuned
+from prfaas_baselines.parameters import (
+    knob,
+    number,
+    parameter_table,
+    parameters_from,
+    tuned_fingerprint,
+    with_tuned,
+)
 from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
@@ -33,7 +40,9 @@ class EarliestFinish:
         self, margin_s: float | None = None, cache_rule: str | None = None, tuned: str | None = None
     ) -> None:
         name = "earliest_finish"
-        given = with_tuned(name, {"margin_s": margin_s, "cache_rule": cache_rule, "tuned": tuned})
+        keywords = {"margin_s": margin_s, "cache_rule": cache_rule, "tuned": tuned}
+        given = with_tuned(name, keywords)
+        self.fingerprint = tuned_fingerprint(name, keywords)
         margin, rule = given.get("margin_s"), given.get("cache_rule")
         self._margin_s = number(name, "margin_s", 0.0 if margin is None else margin, -math.inf, "seconds")
         self._rule = checked_rule(name, "scarce" if rule is None else rule)
@@ -77,6 +86,7 @@ class EarliestFinishConversion:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters_from(ConversionParameters, "earliest_finish_conversion", parameters)
+        self.fingerprint = tuned_fingerprint("earliest_finish_conversion", parameters)
         self._planners: list[Planner] = []
         self._guards: list[ConversionGuard] = []
         self._due_s: list[float] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from prfaas_baselines.parameters import cache_rule as checked_rule
-from prfaas_baselines.parameters import number, with_tuned
+from prfaas_baselines.parameters import number, tuned_fingerprint, with_tuned
 from prfaas_baselines.planning import Planner, PlanningParameters
 from prfaas_env.decision import ClusterDecision, Decision
 from prfaas_env.policy import PolicyContext
@@ -36,9 +36,9 @@ class Static:
     def __init__(
         self, threshold_tokens: float | None = None, cache_rule: str | None = None, tuned: str | None = None
     ) -> None:
-        given = with_tuned(
-            self._name, {"threshold_tokens": threshold_tokens, "cache_rule": cache_rule, "tuned": tuned}
-        )
+        keywords = {"threshold_tokens": threshold_tokens, "cache_rule": cache_rule, "tuned": tuned}
+        given = with_tuned(self._name, keywords)
+        self.fingerprint = tuned_fingerprint(self._name, keywords)
         threshold, rule = given.get("threshold_tokens"), given.get("cache_rule")
         self._given = (
             None if threshold is None else number(self._name, "threshold_tokens", threshold, 0.0, "tokens")
@@ -100,6 +100,7 @@ class UncachedThreshold(Static):
     _name = "uncached_threshold"
 
     def __init__(self, threshold_tokens: float | None = None, tuned: str | None = None) -> None:
-        given = with_tuned(self._name, {"threshold_tokens": threshold_tokens, "tuned": tuned})
-        threshold = given.get("threshold_tokens")
+        keywords = {"threshold_tokens": threshold_tokens, "tuned": tuned}
+        threshold = with_tuned(self._name, keywords).get("threshold_tokens")
         super().__init__(UNCACHED_TOKENS if threshold is None else threshold)
+        self.fingerprint = tuned_fingerprint(self._name, keywords)

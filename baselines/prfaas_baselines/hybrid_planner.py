@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters, Proposal
-from prfaas_baselines.parameters import knob, parameter_table, parameters_from
+from prfaas_baselines.parameters import knob, parameter_table, parameters_from, tuned_fingerprint
 from prfaas_baselines.planning import (
     Planner,
     PlanningParameters,
@@ -105,6 +105,7 @@ class HybridPlanner:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters_from(HybridPlannerParameters, "hybrid_planner", parameters)
+        self.fingerprint = tuned_fingerprint("hybrid_planner", parameters)
         self._clusters: list[_Cluster] = []
 
     def reset(self, context: PolicyContext) -> None:
@@ -205,7 +206,9 @@ class HybridPlanner:
         prefill, decode = guard.split
         below_p, below_d = prefill < cluster.need[0], decode < cluster.need[1]
         if below_p != below_d:
-            return self._towards_need(telemetry, cluster, 1 if below_p else -1)
+            move = self._towards_need(telemetry, cluster, 1 if below_p else -1)
+            if move is not Move.NONE:
+                return move
         return self._by_load(telemetry, cluster) if load_due else Move.NONE
 
     def _towards_need(self, telemetry: Telemetry, cluster: _Cluster, step: int) -> Move:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from prfaas_baselines.parameters import knob, parameter_table, parameters_from
+from prfaas_baselines.parameters import knob, parameter_table, parameters_from, tuned_fingerprint
 from prfaas_env.base import Frozen
 from prfaas_env.decision import CacheRule, ClusterDecision, Decision
 from prfaas_env.policy import PolicyContext
@@ -58,6 +58,7 @@ class LengthTtftGrid:
 
     def __init__(self, **parameters: Any) -> None:
         p = self.parameters = parameters_from(GridParameters, "length_ttft_grid", parameters)
+        self.fingerprint = tuned_fingerprint("length_ttft_grid", parameters)
         self._borders_s = (
             p.border_s,
             p.border_s + p.second_row_s,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import Field, ValidationError
 
-from prfaas_baselines.tuned_files import tuned_parameters
+from prfaas_baselines.tuned_files import fingerprint, tuned_parameters
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import CacheRule
 
@@ -57,6 +57,14 @@ def with_tuned(policy: str, given: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in given.items() if key != "tuned"}
     own = {key: value for key, value in given.items() if key != "tuned" and value is not None}
     return {**tuned_parameters(policy, given["tuned"]), **own}
+
+
+def tuned_fingerprint(policy: str, given: dict[str, Any]) -> str | None:
+    """Fingerprint of a policy whose keywords name a tuned file: its spec alone does not say what it does.
+
+    None for other keywords.
+    """
+    return None if given.get("tuned") is None else fingerprint(policy, with_tuned(policy, given))
 
 
 def number(policy: str, name: str, value: object, low: float, unit: str) -> float:

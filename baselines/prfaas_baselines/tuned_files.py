@@ -167,7 +167,7 @@ def best_rule(family: str) -> Policy:
     """
     spec = best_spec(str(family))
     policy = make_policy(spec)
-    if not hasattr(policy, "fingerprint"):
+    if getattr(policy, "fingerprint", None) is None:
         policy.fingerprint = hashlib.sha256(spec.encode()).hexdigest()[:12]  # type: ignore[attr-defined]
     return policy
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -160,7 +161,7 @@ class LengthLaw:
         above, below, sum_above, sum_below = sums.reshape(4, *thresholds.shape)
         return above, below, sum_above, sum_below
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean length."""
         return float(self._split(0.0)[2])

@@ -162,9 +162,7 @@ def open_study(tuning: Tuning, file: Path) -> optuna.Study:
         study_name=tuning.name,
         load_if_exists=True,
         direction="minimize",
-        pruner=optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=1, reduction_factor=tuning.reduction_factor, min_early_stopping_rate=0
-        ),
+        pruner=optuna.pruners.NopPruner(),
     )
     for cut_off in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(cut_off.number, state=TrialState.FAIL)
@@ -234,11 +232,34 @@ class Search:
             n += len(block)
             score = relative(np.concatenate(found, axis=1), self.reference[:, :n])
             trial.report(score, k + 1)
-            if not keep and k + 1 < len(self.blocks) and trial.should_prune():
+            if not keep and k + 1 < len(self.blocks) and not self._goes_on(score, k + 1):
                 self.study.tell(trial, state=TrialState.PRUNED)
                 return None
         self.study.tell(trial, score)
         return score
+
+    def _goes_on(self, score: float, blocks: int) -> bool:
+        """Whether a trial with this score goes on; asked after 1, r, r^2, ... blocks (r the reduction factor).
+
+        Only trials that count are looked at, so that a trial which was cut off changes nothing.
+        """
+        factor = self.tuning.reduction_factor
+        if round(factor ** round(math.log(blocks, factor))) != blocks:
+            return True
+        there = (trial.intermediate_values.get(blocks) for trial in finished(self.study))
+        return goes_on(score, [value for value in there if value is not None], factor)
+
+
+def goes_on(score: float, others: Sequence[float], reduction_factor: int) -> bool:
+    """Successive halving without waiting: whether a score is among the best 1/`reduction_factor`, or the best at all.
+
+    Args:
+        score: of the trial.
+        others: scores that earlier trials had after as many blocks.
+        reduction_factor: of so many trials one goes on.
+    """
+    kept = max((len(others) + 1) // reduction_factor, 1)
+    return sum(other < score for other in others) < kept
 
 
 def score_at_end(trial: FrozenTrial) -> float:
