@@ -18,7 +18,7 @@ from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.episodes import EpisodeRunner
 from prfaas_trainings.training import TrainingResult, Validated
 from prfaas_trainings.tune import Told
-from prfaas_trainings.tune_config import Tuning
+from prfaas_trainings.tune_config import Tuning, load_tuning, tuning_names
 from prfaas_trainings.tune_training import CONFIG_FILE, TrainingTuning, value_at
 
 from .conftest import invoke
@@ -157,6 +157,14 @@ def test_mistakes_are_named(
     for word in words:
         assert word in str(raised.value)
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("name", [n for n in tuning_names() if load_tuning(n).training])
+def test_shipped_tunings_begin_with_the_training_as_it_stands(
+    name: str, runner: EpisodeRunner, tmp_path: Path
+) -> None:
+    made = TrainingTuning(load_tuning(name), tmp_path / "t", runner)
+    assert made.first == {field: value_at(made.base, field) for field in made.tuning.space}
 
 
 def test_the_command_trains(tuning: Callable[..., Tuning], run: Callable[..., str], tmp_path: Path) -> None:
