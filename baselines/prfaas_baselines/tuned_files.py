@@ -175,3 +175,41 @@ def best_rule(family: str) -> Policy:
 def tuned_yaml(record: Frozen) -> str:
     """A tuned file, or the record of best rules, as YAML."""
     return yaml.safe_dump(record.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _shown(score: Score) -> str:
+    limits = "" if score.low is None or score.high is None else f" [{score.low:.3f}, {score.high:.3f}]"
+    return f"{score.relative:.3f}{limits}"
+
+
+def _seconds(score: Score) -> str:
+    return " / ".join(f"{mean:.2f}" for mean in score.ttft_mean_s.values())
+
+
+def tuned_table(folder: Path | None = None) -> str:
+    """The tuned files of a folder as a Markdown table, on validation seeds; `docs/baselines.md` shows the shipped ones."""
+    rows = [
+        "| family | rule | default, mean TTFT s | tuned, mean TTFT s | tuned / reference | trials |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    base = folder or tuned_folder()
+    found = [_read(path, TunedFile) for path in sorted(base.glob("*/*.yaml"))]
+    for each in sorted(found, key=lambda t: (t.family, t.validation["tuned"].relative)):
+        default, tuned = each.validation["default"], each.validation["tuned"]
+        rows.append(
+            f"| `{each.family}` | `{each.policy}` | {_seconds(default)} | {_seconds(tuned)} | {_shown(tuned)} "
+            f"| {each.study.trials} |"
+        )
+    return "\n".join(rows)
+
+
+def best_table(folder: Path | None = None) -> str:
+    """The best rule per family and the next one as a Markdown table."""
+    rows = ["| family | best rule | mean TTFT s | / reference | next |", "| --- | --- | ---: | ---: | --- |"]
+    for family, found in sorted(read_best(folder).families.items()):
+        first, second = sorted(found.candidates, key=lambda spec: found.candidates[spec].relative)[:2]
+        best, after = found.candidates[first], found.candidates[second]
+        rows.append(
+            f"| `{family}` | `{first}` | {_seconds(best)} | {_shown(best)} | `{second}` {_shown(after)} |"
+        )
+    return "\n".join(rows)

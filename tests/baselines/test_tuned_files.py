@@ -11,10 +11,12 @@ from prfaas_baselines.tuned_files import (
     TunedFile,
     best_rule,
     best_spec,
+    best_table,
     read_best,
     read_tuned,
     tuned_families,
     tuned_folder,
+    tuned_table,
     tuned_yaml,
 )
 from prfaas_env.base import PrfaasError
@@ -160,6 +162,15 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path.write_text(tuned_yaml(record))
     assert read_tuned(RULE, str(path)) == record
     assert tuned_families(RULE, tmp_path) == []
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "baselines.md"
+
+
+@pytest.mark.parametrize("table", [tuned_table, best_table])
+def test_the_page_shows_what_is_shipped(table) -> None:
+    """Put what `tuned_table()` and `best_table()` give into the page when files are tuned anew."""
+    assert table() in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", sorted(read_best().families))
