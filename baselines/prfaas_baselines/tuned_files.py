@@ -187,7 +187,7 @@ def _seconds(score: Score) -> str:
 
 
 def tuned_table(folder: Path | None = None) -> str:
-    """The tuned files of a folder as a Markdown table, on validation seeds; `docs/baselines.md` shows the shipped ones."""
+    """Tuned files of a folder as a Markdown table, on validation seeds; `docs/baselines.md` shows the shipped ones."""
     rows = [
         "| family | rule | default, mean TTFT s | tuned, mean TTFT s | tuned / reference | trials |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
