@@ -472,13 +472,20 @@ def test_the_best_rule_of_a_family(
     folder = tmp_path / "tuned"
     (folder / "static").mkdir(parents=True)
     (folder / "static" / "short.yaml").write_text((out / TUNED_FILE).read_text())
-    labels = [c.label for c in candidates_of("short", folder)]
+    labels = [c.name for c in candidates_of("short", folder)]
     assert labels == [*UNTUNED, *(["static:tuned=short"] if record.parameters else [])]
     monkeypatch.setattr("prfaas_trainings.tune_best.UNTUNED", UNTUNED[:5])
-    found = choose_best(family(), folder, runner, "simpy", QUIET)
+    found = choose_best(family(), folder, tmp_path / "out", runner, "simpy", QUIET)
     assert found.validation_seeds.first == 1_000_500
     assert found.candidates[found.reference].relative == 1.0
     assert found.spec == min(found.candidates, key=lambda label: found.candidates[label].relative)
+    # Everything is kept: the same again without an episode, but for a rule whose parameters have changed.
+    assert choose_best(family(), folder, tmp_path / "out", Stopping(0), "simpy", QUIET) == found
+    changed = {**record.model_dump(mode="json"), "parameters": {"threshold_tokens": 4_321.0}}
+    (folder / "static" / "short.yaml").write_text(yaml.safe_dump(changed))
+    again = choose_best(family(), folder, tmp_path / "out", Stopping(1), "simpy", QUIET)
+    assert again.candidates["static:tuned=short"] != found.candidates.get("static:tuned=short")
+    assert again.candidates["static"] == found.candidates["static"]
 
 
 # ----------------------------------------------------------------------------------------- the command
@@ -513,7 +520,7 @@ def test_the_command_writes_shows_and_saves(
     best = json.loads(
         run(
             *("tune", "--best", "--family", f"{tmp_path / 'f.yaml'}:short", "--save", str(save)),
-            *("--jobs", "1", "--json"),
+            *("--out", str(tmp_path / "best"), "--jobs", "1", "--json"),
         )
     )
     record = BestFile.model_validate(yaml.safe_load((save / "best.yaml").read_text()))

@@ -416,13 +416,24 @@ def tune(
     from prfaas_trainings.tune_config import load_tuning
 
     if best:
-        refused = {"--config": config, "--trials": trials, "--set": overrides, "--out": out, "--force": force}
+        refused = {"--config": config, "--trials": trials, "--set": overrides}
         for name, value in refused.items():
             if value:
                 raise PrfaasError(f"{name}: has no effect with --best")
         if family is None or save is None:
             raise PrfaasError("--best needs --family and --save")
-        tune_command.run_best(family, save, jobs=jobs, engine=DEFAULT_ENGINE, as_json=as_json)
+        folder = out if out is not None else Path("runs") / f"tune-best-{family.rpartition(':')[2]}"
+        options = {"--best": True, "--family": family, "--save": save, "--out": folder, "--jobs": jobs}
+        tune_command.run_best(
+            family,
+            save,
+            folder,
+            jobs=jobs,
+            engine=DEFAULT_ENGINE,
+            force=force,
+            as_json=as_json,
+            again=command_line("tune", options),
+        )
         return
     if config is None:
         raise PrfaasError("say --config with a tuning, or --best")

@@ -118,6 +118,25 @@ class Bench:
         return np.array(found, dtype=np.float64).reshape(len(self.cases), len(seeds))
 
 
+def kept_means(folder: PartsFolder, name: str, bench: Bench, what: Candidate, seeds: Sequence[int]) -> Means:
+    """Means of a candidate, run now or read from the folder, where they are kept under a name.
+
+    Raises:
+        PrfaasError: an episode failed, or the file is broken or of another candidate.
+    """
+    part = name.replace(" ", "_")
+    if not folder.has(part):
+        means = bench.means(what, seeds)
+        folder.write_part(part, {"policy": what.label, "seeds": list(seeds), "ttft_mean_s": means.tolist()})
+
+    def mine(content: Any) -> Means | None:
+        same = content["policy"] == what.label and content["seeds"] == list(seeds)
+        return np.array(content["ttft_mean_s"], dtype=np.float64) if same else None
+
+    found: Means = folder.read_part(part, name, mine)
+    return found
+
+
 # ---------------------------------------------------------------------------------------- the trials
 
 
@@ -362,7 +381,10 @@ class PolicyTuning:
             "tuning": {
                 k: v for k, v in self.tuning.text.items() if k not in {"trials", "finalists", "family"}
             },
-            "family": {"name": self.family.name, **self.family.family.model_dump(mode="json")},
+            "family": {
+                "name": self.family.name,
+                **self.family.family.model_dump(mode="json", exclude={"best_seeds"}),
+            },
             "scenarios": [case.hash for case in (*self._search.cases, *self._validate.cases)],
             "versions": self.versions,
         }
@@ -469,17 +491,4 @@ class PolicyTuning:
         return self._kept(f"training trial {number}", self._search, what, seeds)
 
     def _kept(self, name: str, bench: Bench, what: Candidate, seeds: Sequence[int]) -> Means:
-        """Means of a candidate, run now or read from the folder."""
-        part = name.replace(" ", "_")
-        if not self.folder.has(part):
-            means = bench.means(what, seeds)
-            self.folder.write_part(
-                part, {"policy": what.label, "seeds": list(seeds), "ttft_mean_s": means.tolist()}
-            )
-
-        def mine(content: Any) -> Means | None:
-            same = content["policy"] == what.label and content["seeds"] == list(seeds)
-            return np.array(content["ttft_mean_s"], dtype=np.float64) if same else None
-
-        found: Means = self.folder.read_part(part, name, mine)
-        return found
+        return kept_means(self.folder, name, bench, what, seeds)

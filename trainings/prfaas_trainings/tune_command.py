@@ -65,7 +65,7 @@ def _stoppable(out: Path, again: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"stopped; every finished trial is kept in {out}", err=True)
+        typer.echo(f"stopped; what is finished is kept in {out}", err=True)
         typer.echo(f"go on with: {again}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -180,15 +180,26 @@ def run_training(
     _tell([best.config, out / TRIALS_FILE])
 
 
-def run_best(family: str, save: Path, *, jobs: int | None, engine: str, as_json: bool) -> None:
+def run_best(
+    family: str,
+    save: Path,
+    out: Path,
+    *,
+    jobs: int | None,
+    engine: str,
+    force: bool,
+    as_json: bool,
+    again: str,
+) -> None:
     """Choose the best rule of a family among all with and without tuned parameters in a folder.
 
     Raises:
-        PrfaasError: an unknown family, or an episode that failed.
+        PrfaasError: an unknown family, or see `choose_best`.
+        typer.Exit: after Ctrl-C; the command to go on with has been printed.
     """
     chosen: NamedFamily = load_family(family)
-    with episode_runner(jobs or default_jobs()) as runner, _stages() as told:
-        found: BestRule = choose_best(chosen, save, runner, engine, told)
+    with _stoppable(out, again), episode_runner(jobs or default_jobs()) as runner, _stages() as told:
+        found: BestRule = choose_best(chosen, save, out, runner, engine, told, force=force)
     known = read_best(save).families
     write_whole(save / BEST_FILE, tuned_yaml(BestFile(families={**known, chosen.name: found})))
     if as_json:
