@@ -165,7 +165,12 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def policy_factory(name: str) -> Callable[..., Any]:
+    """What makes policies of a name or `module:Class`; its keywords are the parameters.
+
+    Raises:
+        PrfaasError: no such policy, or it cannot be loaded.
+    """
     if ":" in name:
         module_name, _, attribute = name.partition(":")
         try:
@@ -248,7 +253,7 @@ def make_policy(spec: str) -> Policy:
     folder = _bundle_folder(spec)
     if folder is None:
         name, text = _split(spec)
-        factory = _factory(name)
+        factory = policy_factory(name)
     else:
         name, text = folder, spec[len(folder) + 1 :]
         factory = _bundle_factory(folder)

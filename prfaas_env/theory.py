@@ -9,7 +9,7 @@ bound. Neither knows queues, bursts, the time of a transfer or the cost of a con
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -149,7 +149,8 @@ class Optimum:
     """One point of the throughput model.
 
     `threshold_tokens` is infinite for "never offload". A path that gets no requests has a Theta of 0.
-    `egress_bps` is at `lambda_max_rps`. Service TTFT is prefill service time alone: no queue, no transfer.
+    `egress_bps` is at `lambda_max_rps`. Service TTFT is prefill service time alone: no queue, no transfer; NaN
+    where the search was told to leave it out.
     """
 
     threshold_tokens: float
@@ -166,9 +167,9 @@ class Optimum:
     service_ttft_p90_s: float
 
     def as_json(self) -> dict[str, Any]:
-        """The fields in order, with null for what is infinite."""
+        """The fields in order, with null for what is infinite or was left out."""
         return {
-            key: None if isinstance(value, float) and math.isinf(value) else value
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
         }
 
@@ -208,9 +209,14 @@ def _kv_bits(kv: KVLayout, tokens: FloatArray) -> FloatArray:
 
 
 def _remote_s(
-    lengths: LengthLaw, remote: PrefillProfile, t: FloatArray, share: FloatArray, means: Means
+    lengths: LengthLaw,
+    remote: PrefillProfile,
+    t: FloatArray,
+    means: Means,
+    share: FloatArray | None = None,
 ) -> FloatArray:
     """Prefill time of an offloaded request by threshold, shape (n_thresholds,); of no meaning where none goes."""
+    share = _share(lengths, t) if share is None else share
     goes = share > 0.0
     if means == "representative":
         return remote.seconds_array(np.where(goes, lengths.mean_above(t), 0.0))
@@ -230,7 +236,7 @@ def _demand(
     first = np.concatenate([[True], share[1:] != share[:-1]])
     t, share = thresholds_tokens[first], share[first]
     goes, stays = share > 0.0, share < 1.0
-    remote_s = np.full(len(t), np.inf) if remote is None else _remote_s(lengths, remote, t, share, means)
+    remote_s = np.full(len(t), np.inf) if remote is None else _remote_s(lengths, remote, t, means, share)
     if means == "representative":
         l_long = np.where(goes, lengths.mean_above(t), 0.0)
         l_short = np.where(stays, lengths.mean_below(t), 0.0)
@@ -247,6 +253,34 @@ def _demand(
         local_s=np.where(stays, local_s, 0.0),
         remote_bits=np.where(goes, bits, 0.0),
     )
+
+
+class DemandMemory:
+    """What searches over one law have in common: the demand by threshold, of the law that was searched last.
+
+    A planner that searches several splits of one reading gives each search the same memory. Results do not change.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: LengthLaw | None = None
+        self._found: dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]] = {}
+
+    def recall(
+        self,
+        make: Callable[..., Any],
+        lengths: LengthLaw,
+        profiles: tuple[Any, ...],
+        thresholds_tokens: FloatArray,
+        means: Means,
+    ) -> Any:
+        """`make(lengths, *profiles, thresholds_tokens, means)`, or what it gave for the same arguments before."""
+        if lengths is not self._lengths:
+            self._lengths, self._found = lengths, {}
+        key = (make, *(id(profile) for profile in profiles), thresholds_tokens.tobytes(), means)
+        if key not in self._found:
+            # The profiles are kept too: an identity is only unique among objects that live.
+            self._found[key] = (profiles, make(lengths, *profiles, thresholds_tokens, means))
+        return self._found[key][1]
 
 
 def _best(limit_rps: FloatArray, headroom_rps: FloatArray) -> tuple[int, int]:
@@ -272,6 +306,8 @@ def search(
     thresholds_tokens: FloatArray = THRESHOLDS_TOKENS,
     means: Means = "representative",
     more: Sequence[RemotePath] = (),
+    service_ttft: bool = True,
+    memory: DemandMemory | None = None,
 ) -> Optimum:
     """Best threshold and split of `n_local` instances: the paper's exhaustive 2-D search (section 3.4).
 
@@ -295,6 +331,8 @@ def search(
         means: the paper's representative lengths, or true mean service times.
         more: further remote paths. Each offloaded request takes one of them, so their Thetas (equation 3) add up.
             Service TTFT counts the first path's profile alone.
+        service_ttft: work out the service TTFTs too, which takes more than half of the time.
+        memory: shared by searches over the same law, which then cost less; the result is the same.
 
     Raises:
         PrfaasError: counts, rates or lengths that make no sense.
@@ -308,7 +346,9 @@ def search(
         raise PrfaasError(f"link_bps is {link_bps}; allowed: 0 or more")
     if not output_tokens_mean > 0.0:
         raise PrfaasError(f"output_tokens_mean is {output_tokens_mean}; allowed: above 0")
-    demand = _demand(lengths, remote, local, kv, np.asarray(thresholds_tokens, dtype=np.float64), means)
+    recall = (memory or DemandMemory()).recall
+    grid = np.asarray(thresholds_tokens, dtype=np.float64)
+    demand: _Demand = recall(_demand, lengths, (remote, local, kv), grid, means)
     p = demand.share[:, None]
     # A path without requests has no service time: its Theta is 0, and its limit infinite.
     theta_remote = np.where(
@@ -317,13 +357,15 @@ def search(
         0.0,
     )
     for path in more:
-        seconds = _remote_s(lengths, path.prefill, demand.threshold_tokens, demand.share, means)
+        seconds = recall(_remote_s, lengths, (path.prefill,), demand.threshold_tokens, means)
         theta = theta_prfaas_rps(path.n_prfaas, seconds[:, None], path.link_bps, demand.remote_bits[:, None])
         theta_remote = theta_remote + np.where(p > 0.0, theta, 0.0)
     theta_local = np.where(p < 1.0, theta_pdp_rps(n_prefill[None, :], demand.local_s[:, None]), 0.0)
     theta_decode = (n_local - n_prefill) * decode_instance_rps(decode, lengths.mean, output_tokens_mean)
-    limit = lambda_max_rps(theta_remote, theta_local, theta_decode[None, :], p)
-    i, j = _best(limit, np.minimum(path_limit_rps(theta_remote, p), path_limit_rps(theta_local, 1.0 - p)))
+    # Equation 6 (`lambda_max_rps`), with its two prefill terms kept: ties go to the widest prefill.
+    prefill = np.minimum(path_limit_rps(theta_remote, p), path_limit_rps(theta_local, 1.0 - p))
+    limit = np.minimum(prefill, theta_decode[None, :])
+    i, j = _best(limit, prefill)
     threshold, share = float(demand.threshold_tokens[i]), float(demand.share[i])
     return Optimum(
         threshold_tokens=threshold,
@@ -336,8 +378,14 @@ def search(
         lambda_max_rps=float(limit[i, j]),
         egress_bps=float(limit[i, j]) * share * float(demand.remote_bits[i]),
         offload_share=share,
-        service_ttft_mean_s=service_ttft_mean_s(lengths, remote, local, threshold),
-        service_ttft_p90_s=float(service_ttft_quantile_s(lengths, remote, local, threshold, 0.9)),
+        service_ttft_mean_s=(
+            service_ttft_mean_s(lengths, remote, local, threshold) if service_ttft else math.nan
+        ),
+        service_ttft_p90_s=(
+            float(service_ttft_quantile_s(lengths, remote, local, threshold, 0.9))
+            if service_ttft
+            else math.nan
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
-from prfaas_baselines.parameters import knob, parameter_table, parameters_from
+from prfaas_baselines.parameters import knob, parameter_table, parameters_from, tuned_fingerprint
 from prfaas_baselines.planning import (
     Planner,
     PlanningParameters,
@@ -145,7 +145,7 @@ class DualTimescale:
     Every PD cluster is planned by itself; see `planning` for deployments with several PrfaaS clusters.
 
     Args:
-        parameters: any field of `DualTimescaleParameters` by name.
+        parameters: any field of `DualTimescaleParameters` by name, and `tuned` (see `tuned_files`).
 
     Raises:
         PrfaasError: an unknown parameter or a value that is not allowed.
@@ -156,6 +156,7 @@ class DualTimescale:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters_from(DualTimescaleParameters, "dual_timescale", parameters)
+        self.fingerprint = tuned_fingerprint("dual_timescale", parameters)
         self._clusters: list[_Cluster] = []
 
     def reset(self, context: PolicyContext) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
 from prfaas_baselines.parameters import cache_rule as checked_rule
-from prfaas_baselines.parameters import knob, number, parameter_table, parameters_from
+from prfaas_baselines.parameters import (
+    knob,
+    number,
+    parameter_table,
+    parameters_from,
+    tuned_fingerprint,
+    with_tuned,
+)
 from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
@@ -20,7 +27,8 @@ class EarliestFinish:
 
     Args:
         margin_s: seconds by which the remote path must be ahead (negative: may be behind); may be infinite.
-        cache_rule: `scarce` or `abundant` (paper section 3.4.3), for the whole episode.
+        cache_rule: `scarce` (the default) or `abundant` (paper section 3.4.3), for the whole episode.
+        tuned: family of scenarios whose tuned margin is taken (see `tuned_files`).
 
     Raises:
         PrfaasError: a margin that is not a number, an unknown rule.
@@ -28,9 +36,16 @@ class EarliestFinish:
 
     constant = True
 
-    def __init__(self, margin_s: float = 0.0, cache_rule: str = "scarce") -> None:
-        self._margin_s = number("earliest_finish", "margin_s", margin_s, -math.inf, "seconds")
-        self._rule = checked_rule("earliest_finish", cache_rule)
+    def __init__(
+        self, margin_s: float | None = None, cache_rule: str | None = None, tuned: str | None = None
+    ) -> None:
+        name = "earliest_finish"
+        keywords = {"margin_s": margin_s, "cache_rule": cache_rule, "tuned": tuned}
+        given = with_tuned(name, keywords)
+        self.fingerprint = tuned_fingerprint(name, keywords)
+        margin, rule = given.get("margin_s"), given.get("cache_rule")
+        self._margin_s = number(name, "margin_s", 0.0 if margin is None else margin, -math.inf, "seconds")
+        self._rule = checked_rule(name, "scarce" if rule is None else rule)
         self._decision = Decision(())
 
     def reset(self, context: PolicyContext) -> None:
@@ -60,7 +75,7 @@ class EarliestFinishConversion:
     itself; see `planning` for deployments with several PrfaaS clusters.
 
     Args:
-        parameters: any field of `ConversionParameters` by name.
+        parameters: any field of `ConversionParameters` by name, and `tuned` (see `tuned_files`).
 
     Raises:
         PrfaasError: an unknown parameter or a value that is not allowed.
@@ -71,6 +86,7 @@ class EarliestFinishConversion:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters_from(ConversionParameters, "earliest_finish_conversion", parameters)
+        self.fingerprint = tuned_fingerprint("earliest_finish_conversion", parameters)
         self._planners: list[Planner] = []
         self._guards: list[ConversionGuard] = []
         self._due_s: list[float] = []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 from prfaas_baselines.parameters import cache_rule as checked_rule
-from prfaas_baselines.parameters import number
+from prfaas_baselines.parameters import number, tuned_fingerprint, with_tuned
 from prfaas_baselines.planning import Planner, PlanningParameters
 from prfaas_env.decision import ClusterDecision, Decision
 from prfaas_env.policy import PolicyContext
 from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
+
+#: Shipped default of llm-d's decider.
+UNCACHED_TOKENS = 16
 
 
 class Static:
@@ -20,21 +23,27 @@ class Static:
         threshold_tokens: the threshold, 0 to infinity, for every PD cluster. None: the optimum of the paper's
             model (section 3.4, representative lengths) for the planned load, nominal links and the split that
             the scenario starts with, per PD cluster; `plan` prints the same one where it finds that split best.
-        cache_rule: `scarce` or `abundant` (paper section 3.4.3), for the whole episode.
+        cache_rule: `scarce` (the default) or `abundant` (paper section 3.4.3), for the whole episode.
+        tuned: family of scenarios whose tuned threshold is taken (see `tuned_files`).
 
     Raises:
         PrfaasError: a threshold that is not a number of tokens, an unknown rule.
     """
 
     constant = True
+    _name = "static"
 
-    def __init__(self, threshold_tokens: float | None = None, cache_rule: str = "scarce") -> None:
+    def __init__(
+        self, threshold_tokens: float | None = None, cache_rule: str | None = None, tuned: str | None = None
+    ) -> None:
+        keywords = {"threshold_tokens": threshold_tokens, "cache_rule": cache_rule, "tuned": tuned}
+        given = with_tuned(self._name, keywords)
+        self.fingerprint = tuned_fingerprint(self._name, keywords)
+        threshold, rule = given.get("threshold_tokens"), given.get("cache_rule")
         self._given = (
-            None
-            if threshold_tokens is None
-            else number("static", "threshold_tokens", threshold_tokens, 0.0, "tokens")
+            None if threshold is None else number(self._name, "threshold_tokens", threshold, 0.0, "tokens")
         )
-        self._rule = checked_rule("static", cache_rule)
+        self._rule = checked_rule(self._name, "scarce" if rule is None else rule)
         self._decision = Decision(())
 
     def reset(self, context: PolicyContext) -> None:
@@ -71,3 +80,27 @@ class Always(Static):
 
     def __init__(self) -> None:
         super().__init__(0.0)
+
+
+class UncachedThreshold(Static):
+    """Offload what the local cache does not hold, from a few tokens on: llm-d's `prefix-based-pd-decider`.
+
+    A request is disaggregated when more than this many of its tokens are not in the cache of the cluster that would
+    decode it; that is the cache rule `scarce`, which judges the local cache alone. It is `static` with another default:
+    tuned, the two are the same rule.
+
+    Args:
+        threshold_tokens: uncached tokens above which a request goes remote; default 16, as shipped there.
+        tuned: family of scenarios whose tuned threshold is taken (see `tuned_files`).
+
+    Raises:
+        PrfaasError: a threshold that is not a number of tokens.
+    """
+
+    _name = "uncached_threshold"
+
+    def __init__(self, threshold_tokens: float | None = None, tuned: str | None = None) -> None:
+        keywords = {"threshold_tokens": threshold_tokens, "tuned": tuned}
+        threshold = with_tuned(self._name, keywords).get("threshold_tokens")
+        super().__init__(UNCACHED_TOKENS if threshold is None else threshold)
+        self.fingerprint = tuned_fingerprint(self._name, keywords)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import Field, ValidationError
 
+from prfaas_baselines.tuned_files import fingerprint, tuned_parameters
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import CacheRule
 
@@ -30,17 +31,40 @@ def knob(default: Any, unit: str, meaning: str, left_open: str = "own", **limits
 def parameters_from(model: type[P], policy: str, given: dict[str, Any]) -> P:
     """The parameter model of a policy from its constructor keywords.
 
+    The keyword `tuned` names tuned parameters (see `tuned_files`); the other keywords override them.
+
     Raises:
         PrfaasError: one line that names an unknown parameter and the known ones, or a value that is not allowed.
     """
+    given = with_tuned(policy, given)
     for key in given:
         if key not in model.model_fields:
-            known = ", ".join(model.model_fields)
+            known = ", ".join((*model.model_fields, "tuned"))
             raise PrfaasError(f"policy {policy!r}: unknown parameter {key!r}; known: {known}")
     try:
         return model(**given)
     except ValidationError as error:
         raise first_error(error, f"policy {policy!r}") from None
+
+
+def with_tuned(policy: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a policy with those of its tuned file, if `tuned` names one, laid under them.
+
+    Raises:
+        PrfaasError: no such tuned file, or a faulty one.
+    """
+    if given.get("tuned") is None:
+        return {key: value for key, value in given.items() if key != "tuned"}
+    own = {key: value for key, value in given.items() if key != "tuned" and value is not None}
+    return {**tuned_parameters(policy, given["tuned"]), **own}
+
+
+def tuned_fingerprint(policy: str, given: dict[str, Any]) -> str | None:
+    """Fingerprint of a policy whose keywords name a tuned file: its spec alone does not say what it does.
+
+    None for other keywords.
+    """
+    return None if given.get("tuned") is None else fingerprint(policy, with_tuned(policy, given))
 
 
 def number(policy: str, name: str, value: object, low: float, unit: str) -> float:

@@ -23,7 +23,14 @@ from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, FloatArray, IntArray, decode_step_s
 from prfaas_env.sites import RemoteRoute, Site, share_of
 from prfaas_env.telemetry import LONG_WINDOW_S, Telemetry
-from prfaas_env.theory import THRESHOLDS_TOKENS, Optimum, RemotePath, path_limit_rps, search_paths
+from prfaas_env.theory import (
+    THRESHOLDS_TOKENS,
+    DemandMemory,
+    Optimum,
+    RemotePath,
+    path_limit_rps,
+    search_paths,
+)
 from prfaas_env.workload.laws import LengthLaw, empirical_law
 from prfaas_env.workload.means import input_law, mean_output_tokens
 
@@ -133,6 +140,7 @@ class Planner:
         self._parameters = parameters
         self._planned_lengths: LengthLaw | None = None
         self._output_tokens_mean: float | None = None
+        self._memory = DemandMemory()
 
     def remember(self, telemetry: Telemetry) -> None:
         """Keep the mean output length of finished requests while there is one."""
@@ -249,6 +257,8 @@ class Planner:
             splits=splits,
             thresholds_tokens=thresholds_tokens,
             means=self._parameters.means,
+            service_ttft=False,
+            memory=self._memory,
         )
 
     def best(self, reading: Reading) -> Optimum | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_ndtr
 
 from prfaas_env.simulator.formulas import FloatArray
@@ -100,10 +101,8 @@ class _Atoms(Part):
     weights: FloatArray
 
     def split(self, t: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        return (
-            *_above_below(self.tokens, self.weights, t),
-            *_above_below(self.tokens, self.weights * self.tokens, t),
-        )
+        k = np.searchsorted(self.tokens, t, side="right")
+        return (*_sums_at(self.weights, k), *_sums_at(self.weights * self.tokens, k))
 
     def quantile(self, q: FloatArray) -> FloatArray:
         # A little less than q, so that a weight which sums to q but for rounding counts as reached.
@@ -127,11 +126,17 @@ def log_mass(low: ArrayLike, high: ArrayLike) -> FloatArray:
 
 
 def _above_below(tokens: FloatArray, values: FloatArray, t: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Sums of `values` at tokens > t and <= t; `tokens` sorted. Two running sums, so neither cancels."""
-    k = np.searchsorted(tokens, t, side="right")
-    below = np.concatenate([np.zeros(1), np.cumsum(values)])
-    above = np.concatenate([np.zeros(1), np.cumsum(values[::-1])])[::-1]
-    return above[k], below[k]
+    """Sums of `values` at tokens > t and <= t; `tokens` sorted."""
+    return _sums_at(values, np.searchsorted(tokens, t, side="right"))
+
+
+def _sums_at(values: FloatArray, k: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
+    """Sums of `values` from each place of `k` on, and before it. Two running sums, so neither cancels."""
+    n = len(values)
+    below, above = np.zeros(n + 1), np.zeros(n + 1)
+    np.cumsum(values, out=below[1:])
+    np.cumsum(values[::-1], out=above[1:])
+    return above[n - k], below[k]
 
 
 class LengthLaw:
@@ -149,13 +154,14 @@ class LengthLaw:
         thresholds = np.asarray(t, dtype=np.float64)
         sums = np.zeros((4, thresholds.size))
         for weight, part in self._parts:
-            sums += weight * np.stack(part.split(thresholds.ravel()))
+            for total, some in zip(sums, part.split(thresholds.ravel()), strict=True):
+                total += weight * some
         # Rounding may leave a probability one unit above 1.
         sums[:2] = np.minimum(sums[:2], 1.0)
         above, below, sum_above, sum_below = sums.reshape(4, *thresholds.shape)
         return above, below, sum_above, sum_below
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean length."""
         return float(self._split(0.0)[2])

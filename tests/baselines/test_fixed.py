@@ -29,6 +29,8 @@ def decision_of(spec, scenario, telemetry):
         ("always", 0.0, None),
         ("static:threshold_tokens=5000", 5000.0, None),
         ("static:threshold_tokens=inf", math.inf, None),
+        ("uncached_threshold", 16.0, None),
+        ("uncached_threshold:threshold_tokens=300", 300.0, None),
         ("earliest_finish", None, 0.0),
         ("earliest_finish:margin_s=-2.5", None, -2.5),
         ("earliest_finish:margin_s=inf", None, math.inf),

@@ -12,7 +12,17 @@ from prfaas_env.decision import Decision, Move
 from prfaas_env.policy import PolicyContext, make_policy
 from prfaas_env.scenarios.loader import load_scenario
 
-NAMES = ("never", "always", "static", "dual_timescale", "earliest_finish", "earliest_finish_conversion")
+NAMES = (
+    "never",
+    "always",
+    "static",
+    "uncached_threshold",
+    "dual_timescale",
+    "earliest_finish",
+    "earliest_finish_conversion",
+    "hybrid_planner",
+    "length_ttft_grid",
+)
 SCENARIOS = ("paper", "drift", "homogeneous", "naive", "three_sites")
 
 counts = st.integers(0, 60)
@@ -40,6 +50,9 @@ def readings(draw, scenario):
             arrival_rate_30s_rps=st.floats(0, 50),
             arrival_rate_120s_rps=st.floats(0, 50),
             prefill_queue_requests=counts,
+            prefill_queue_work_s=st.floats(0, 1e4),
+            prefill_busy_instances=st.integers(0, 8),
+            prefill_residual_s=st.floats(0, 1e3),
             decode_queue_requests=counts,
             decode_sequences=counts,
             decode_slot_use=shares,

@@ -6,10 +6,17 @@ import pytest
 
 from prfaas_baselines.dual_timescale import DualTimescale
 from prfaas_baselines.earliest_finish import EarliestFinishConversion
+from prfaas_baselines.hybrid_planner import HybridPlanner
+from prfaas_baselines.length_ttft_grid import LengthTtftGrid
 from prfaas_env.base import PrfaasError
 from prfaas_env.policy import Policy, make_policy
 
-RULES = [("dual_timescale", DualTimescale), ("earliest_finish_conversion", EarliestFinishConversion)]
+RULES = [
+    ("dual_timescale", DualTimescale),
+    ("earliest_finish_conversion", EarliestFinishConversion),
+    ("hybrid_planner", HybridPlanner),
+    ("length_ttft_grid", LengthTtftGrid),
+]
 
 
 @pytest.mark.parametrize(("name", "rule"), RULES)

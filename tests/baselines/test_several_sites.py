@@ -19,7 +19,7 @@ from prfaas_env.theory import plan_sites
 
 SEVERAL = ("two_regions", "shared_prfaas")
 SHARED = load_scenario("shared_prfaas")
-RULES = [name for name in policy_names() if name not in ("ppo",)]
+RULES = [name for name in policy_names() if name not in ("ppo", "best_rule")]
 
 
 def started(policy, scenario):
@@ -44,7 +44,7 @@ def test_every_rule_runs_and_keeps_every_cluster_going(name: str, rule: str) -> 
     scenario = load_scenario(name, overrides=["measure.horizon_s=600"])
     episode = simulate(scenario, make_policy(rule), seed=5)
     assert episode.metrics["invalid_moves"] == 0
-    if rule in ("never", "always"):
+    if rule in ("never", "always", "uncached_threshold"):
         return
     world, records = episode.world, episode.records
     for i in range(len(scenario.deployment.pd)):

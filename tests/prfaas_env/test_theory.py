@@ -632,3 +632,45 @@ class TestCheapest:
         demand: dict[str, Any] = {"rate_rps": 3.0, "ttft_p90_s": 4.0, **changes}
         with pytest.raises(PrfaasError, match=message):
             cheapest(load_scenario("paper"), **demand)
+
+
+class TestWhatSearchesShare:
+    """A memory and the left-out service TTFT change the time of a search, never its result."""
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        lengths=st.lists(st.lists(st.integers(1, 150_000), min_size=1, max_size=40), min_size=1, max_size=3),
+        means=st.sampled_from(["representative", "service"]),
+        splits=st.lists(st.sampled_from([(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)]), min_size=1, max_size=4),
+        links=st.lists(st.sampled_from([0.0, 5e9, 100e9]), min_size=1, max_size=3),
+    )
+    def test_the_same_point(self, lengths: Any, means: Any, splits: Any, links: Any) -> None:
+        memory = theory.DemandMemory()
+        case = paper_case()
+        more = [theory.RemotePath(case["local"], 1.5, 3e9)]
+        laws = [empirical_law(some) for some in lengths]
+        for law in (*laws, *laws):
+            for split in splits:
+                for link_bps in links:
+                    given: dict[str, Any] = {**case, "splits": split, "link_bps": link_bps, "means": means}
+                    for paths in ((), more):
+                        alone = asdict(search(law, **given, more=paths))
+                        shared = asdict(search(law, **given, more=paths, memory=memory, service_ttft=False))
+                        for name in ("service_ttft_mean_s", "service_ttft_p90_s"):
+                            assert alone.pop(name) > 0
+                            assert math.isnan(shared.pop(name))
+                        assert shared == alone
+
+    def test_other_profiles_and_thresholds_are_not_mixed_up(self) -> None:
+        memory = theory.DemandMemory()
+        case = paper_case()
+        quick = faster(case["remote"], 2.0)
+        for remote in (case["remote"], quick, case["remote"]):
+            for thresholds in (np.array([5_000.0]), np.array([20_000.0]), THRESHOLDS_TOKENS):
+                changes = {"remote": remote, "thresholds_tokens": thresholds}
+                assert paper_search(**changes, memory=memory) == paper_search(**changes)
+
+    def test_what_was_left_out_is_null_in_json(self) -> None:
+        found = paper_search(service_ttft=False).as_json()
+        assert found["service_ttft_mean_s"] is None
+        assert found["lambda_max_rps"] == pytest.approx(3.25, abs=0.01)

@@ -1,4 +1,4 @@
-"""`prfaas train`, `export`, `compare`, `report`, `sweep`, `demo`. Heavy packages are loaded when a command runs."""
+"""The commands of this room: `prfaas train`, `tune`, `compare`, ... Heavy packages are loaded when one runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _LEARNING = ("torch", "stable_baselines3", "sb3_contrib", "tensorboard")
 _DRAWING = ("matplotlib",)
 _EXPORTING = ("torch", "stable_baselines3", "sb3_contrib", "onnx")
 _REPORTING = ("matplotlib", "jinja2")
+_TUNING = ("optuna",)
 
 #: Options that several commands share.
 FirstSeed = Annotated[
@@ -380,6 +381,89 @@ def _several(
     )
     typer.echo(several.describe_all(folder))
     return results[-1] if results and results[-1].interrupted else None
+
+
+def tune(
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="Shipped tuning or path of a YAML file.")
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="Family of scenarios (a shipped one, or FILE.yaml:NAME) in place of the tuning's."),
+    ] = None,
+    best: Annotated[
+        bool,
+        typer.Option("--best", help="Choose the best rule of --family among those in --save, tuned or not."),
+    ] = False,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials in all; overrides the tuning. May be raised later.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="field.path=value of the tuning; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/tune-NAME-FAMILY.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write RULE/FAMILY.yaml and .csv here; with --best the record.")
+    ] = None,
+    jobs: Jobs = None,
+    force: Annotated[bool, typer.Option("--force", help="Start anew: remove the tuning in --out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tune a rule's parameters, or fields of a training, on training seeds; choose on validation seeds."""
+    _need(_TUNING, "tune")
+    from prfaas_trainings import tune_command
+    from prfaas_trainings.parts import command_line
+    from prfaas_trainings.tune_config import load_tuning
+
+    if best:
+        refused = {"--config": config, "--trials": trials, "--set": overrides}
+        for name, value in refused.items():
+            if value:
+                raise PrfaasError(f"{name}: has no effect with --best")
+        if family is None or save is None:
+            raise PrfaasError("--best needs --family and --save")
+        folder = out if out is not None else Path("runs") / f"tune-best-{family.rpartition(':')[2]}"
+        options = {"--best": True, "--family": family, "--save": save, "--out": folder, "--jobs": jobs}
+        tune_command.run_best(
+            family,
+            save,
+            folder,
+            jobs=jobs,
+            engine=DEFAULT_ENGINE,
+            force=force,
+            as_json=as_json,
+            again=command_line("tune", options),
+        )
+        return
+    if config is None:
+        raise PrfaasError("say --config with a tuning, or --best")
+    given = [*(overrides or ()), *([] if trials is None else [f"trials={trials}"])]
+    loaded = load_tuning(config, given)
+    where = family or loaded.family
+    default = f"tune-{loaded.name}" + (f"-{where.rpartition(':')[2]}" if where else "")
+    folder = out if out is not None else Path("runs") / default
+    again = command_line(
+        "tune",
+        {
+            "--config": config,
+            "--family": family,
+            "--trials": trials,
+            "--set": overrides,
+            "--out": folder,
+            "--save": save,
+            "--jobs": jobs,
+        },
+    )
+    if loaded.policy is not None:
+        tune_command.run_policy(
+            loaded, family, folder, save=save, jobs=jobs, force=force, as_json=as_json, again=again
+        )
+        return
+    for name, value in (("--family", family), ("--save", save)):
+        if value is not None:
+            raise PrfaasError(f"{name}: belongs to a tuning of a policy")
+    _need((*_LEARNING, *_DRAWING), "tune of a training")
+    tune_command.run_training(loaded, folder, jobs=jobs, force=force, as_json=as_json, again=again)
 
 
 def evaluate(
