@@ -58,7 +58,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 _APP = typer.Typer()
-for _name in ("compare", "report", "sweep", "train", "evaluate", "demo"):
+for _name in ("compare", "report", "sweep", "train", "evaluate", "results", "demo"):
     _APP.command(_name)(getattr(commands, _name))
 
 
