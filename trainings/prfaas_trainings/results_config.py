@@ -90,7 +90,9 @@ class Subjects(Frozen):
     converting: str = Field(description="the rule that the P90 over all requests is compared with")
 
 
-class _Target(Frozen):
+class BaseTarget(Frozen):
+    """What every target has."""
+
     statement: str = Field(min_length=1)
     scenarios: tuple[str, ...] = Field(
         min_length=1, description="labels; one with loads stands for all of them"
@@ -98,21 +100,21 @@ class _Target(Frozen):
     policy: str | None = Field(default=None, description="label; default the learned one")
 
 
-class Better(_Target):
+class Better(BaseTarget):
     """Mean TTFT below the other's: the interval of the paired difference excludes 0."""
 
     measure: Literal["better"]
     against: str
 
 
-class NotWorse(_Target):
+class NotWorse(BaseTarget):
     """Mean TTFT not above the other's: the interval of the paired difference does not lie above 0."""
 
     measure: Literal["not_worse"]
     against: str
 
 
-class Reduction(_Target):
+class Reduction(BaseTarget):
     """A figure lower than the other's by a share of it: mean TTFT, or the P90 over all requests of all seeds."""
 
     measure: Literal["reduction"]
@@ -121,7 +123,7 @@ class Reduction(_Target):
     at_least: float = Field(gt=0, lt=1)
 
 
-class ShareOfWay(_Target):
+class ShareOfWay(BaseTarget):
     """How much of the difference of two others' mean TTFT is gained."""
 
     measure: Literal["share_of_way"]
@@ -131,7 +133,7 @@ class ShareOfWay(_Target):
     aim: float | None = None
 
 
-class Within(_Target):
+class Within(BaseTarget):
     """Mean TTFT near the other's, above or below."""
 
     measure: Literal["within"]
@@ -139,7 +141,7 @@ class Within(_Target):
     at_most: float = Field(gt=0)
 
 
-class AllBetter(_Target):
+class AllBetter(BaseTarget):
     """`better` for every policy of a role."""
 
     measure: Literal["all_better"]
@@ -147,7 +149,7 @@ class AllBetter(_Target):
     role: PolicyRole = "training seed"
 
 
-class FasterDecisions(_Target):
+class FasterDecisions(BaseTarget):
     """The median time of a decision below the other's."""
 
     measure: Literal["faster_decisions"]
@@ -261,9 +263,9 @@ def _check_names(config: ResultsConfig) -> None:
                 f"targets.{k}.scenarios", label, [*(s.label for s in config.scenarios), *config.table_labels]
             )
         for field in ("policy", "against", "start", "end"):
-            label = getattr(target, field, None)
-            if label is not None:
-                _known(f"targets.{k}.{field}", label, policies)
+            named = getattr(target, field, None)
+            if named is not None:
+                _known(f"targets.{k}.{field}", named, policies)
 
 
 def _check_policies(config: ResultsConfig) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from prfaas_trainings.compare import Comparison
 from prfaas_trainings.episodes import DECISION_EDGES_S, TTFT_EDGES_S, FloatArray, is_trace
 from prfaas_trainings.results_config import (
     AllBetter,
+    BaseTarget,
     Better,
     FasterDecisions,
     NotWorse,
@@ -94,7 +96,8 @@ def share_of_way(comparison: Comparison, policy: str, start: str, end: str) -> I
 
 def mean_ratio(comparison: Comparison, policy: str, against: str) -> Interval:
     """Mean TTFT over that of another policy, paired by seed."""
-    return _of_trace(comparison, ratio_interval(*paired(comparison, (policy, against))))
+    mine, other = paired(comparison, (policy, against))
+    return _of_trace(comparison, ratio_interval(mine, other))
 
 
 def ttft_counts(comparison: Comparison, policy: str) -> FloatArray:
@@ -110,8 +113,8 @@ def pooled_p90_s(comparison: Comparison, policy: str) -> float:
 
 def p90_ratio(comparison: Comparison, policy: str, against: str) -> Interval:
     """P90 over all requests over that of another policy; seeds are drawn for the interval."""
-    counts = (ttft_counts(comparison, label) for label in (policy, against))
-    return _of_trace(comparison, quantile_ratio_interval(*counts, TTFT_EDGES_S, 0.9))
+    mine, other = (ttft_counts(comparison, label) for label in (policy, against))
+    return _of_trace(comparison, quantile_ratio_interval(mine, other, TTFT_EDGES_S, 0.9))
 
 
 def _of_trace(comparison: Comparison, interval: Interval) -> Interval:
@@ -280,7 +283,7 @@ def _aim(target: ShareOfWay) -> str:
     return f"at least {100 * target.at_least:.0f}% of the way from {target.start} to {target.end}{aim}"
 
 
-_JUDGES = {
+_JUDGES: dict[type[BaseTarget], tuple[Callable[[Any], str], Callable[..., Verdict]]] = {
     Better: (lambda t: f"below {t.against}, interval excludes 0", _better),
     NotWorse: (lambda t: f"not above {t.against} within the interval", _not_worse),
     Reduction: (
