@@ -175,6 +175,11 @@ class BundlePolicy:
         return other
 
     @property
+    def decision_interval_s(self) -> float:
+        """Time between two decisions: it need not be asked in between."""
+        return self._decision.decision_interval_s
+
+    @property
     def seen_seeds(self) -> tuple[tuple[int, int], ...]:
         """[first, end) of the episode seeds that it was trained or chosen on."""
         return tuple(self.manifest.training.seed_ranges.values())

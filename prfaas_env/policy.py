@@ -44,7 +44,9 @@ class PolicyContext:
 class Policy(Protocol):
     """Telemetry in, decision out.
 
-    `constant` is True for a policy whose decision never changes: it may be asked once per episode.
+    `constant` is True for a policy whose decision never changes: it may be asked once per episode. A policy that
+    decides at an interval of its own and holds its routing between (see `OwnInterval`) may say so with an attribute
+    `decision_interval_s`: the simulator then asks it at the multiples of that alone.
     """
 
     constant: bool
@@ -153,6 +155,24 @@ class OwnInterval:
                 for i, (cluster, held) in enumerate(zip(decision.clusters, self.held.clusters, strict=True))
             )
         )
+
+
+def ticks_between_decisions(policy: Policy, control_interval_s: float) -> int:
+    """Ticks of the fast clock from one question to the next: 1, or more by the policy's `decision_interval_s`.
+
+    Raises:
+        PrfaasError: an interval that is not a multiple of the control interval.
+    """
+    interval_s = getattr(policy, "decision_interval_s", None)
+    if interval_s is None:
+        return 1
+    ticks, rest = divmod(ns_from_s(interval_s), ns_from_s(control_interval_s))
+    if rest or ticks < 1:
+        raise PrfaasError(
+            f"policy {type(policy).__name__}: decision_interval_s is {interval_s:g}; it must be a multiple of the "
+            f"scenario's control_interval_s {control_interval_s:g}"
+        )
+    return ticks
 
 
 def policy_names() -> list[str]:

@@ -71,6 +71,11 @@ class LearnedPolicy:
         return self.record.weights_sha256[:12]
 
     @property
+    def decision_interval_s(self) -> float:
+        """Time between two decisions: it need not be asked in between."""
+        return self.record.decision_interval_s
+
+    @property
     def seen_seeds(self) -> tuple[tuple[int, int], ...]:
         """[first, end) of the episode seeds that it was trained or chosen on."""
         return tuple(self.record.seed_ranges.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prfaas_env.policy import Policy, PolicyContext, begin_episode
+from prfaas_env.policy import Policy, PolicyContext, begin_episode, ticks_between_decisions
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, Engine, make_engine
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, ns_from_s
@@ -135,7 +135,8 @@ def simulate(
 
     Args:
         scenario: the scenario.
-        policy: decides on every tick of the fast clock; a constant policy is asked once.
+        policy: decides on every tick of the fast clock; a constant policy is asked once, one with a
+            `decision_interval_s` at its multiples (in a drained run or with a timeline on every tick too).
         seed: episode seed; the world depends on it alone.
         engine: engine name.
         n_requests: this many arrivals, drained to the last finish.
@@ -153,13 +154,15 @@ def simulate(
     end_ns = NEVER_NS if drain else ns_from_s(end_s)
     run = EpisodeRun(world, engine)
     begin_episode(policy, PolicyContext(scenario, world.schema, policy_seed), run.engine)
+    # the end of a drained run is looked for on every tick
+    step = 1 if drain or timeline else ticks_between_decisions(policy, scenario.control.control_interval_s)
     rows: list[tuple[float, ...]] = []
     tick = 0
     while True:
         run.engine.apply(policy.decide(run.engine.telemetry()))
         if timeline:
             rows.append(_timeline_row(run.engine.telemetry(), world))
-        tick += 1
+        tick += step
         ask_once = policy.constant and not timeline
         run.run_until(end_ns if ask_once else min(tick * run.control_ns, end_ns), drain)
         if run.engine.now_ns >= end_ns or (drain and (ask_once or _is_over(world, run.engine))):

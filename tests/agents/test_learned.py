@@ -295,6 +295,7 @@ def test_what_it_says_of_itself(untrained: PPO, save: Save) -> None:
     assert policy.learned
     assert not policy.constant
     assert policy.seen_seeds == ((0, 1_000_000), (1_000_000, 1_000_004))
+    assert policy.decision_interval_s == policy.record.decision_interval_s
     assert policy.seen_slices == (("bundled:a.jsonl", 0.0, 1200.0),)
     assert policy.fingerprint == read_record(path).weights_sha256[:12]
     check_fits(policy.record, PolicyContext(SHORT, scenario_schema(SHORT), 0), path)

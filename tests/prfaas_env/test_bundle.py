@@ -685,3 +685,17 @@ def test_the_page_names_every_field_of_the_manifest() -> None:
     assert wanted <= shown | {"name", "fields"}, wanted - shown
     for file, limit in bundle_manifest.MAX_BYTES.items():
         assert re.search(rf"^\| `{re.escape(file)}` \|.*\| {limit >> 20} MiB \|$", page, flags=re.MULTILINE)
+
+
+def test_asked_at_its_own_interval_alone_it_does_the_same(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "b", interval_s=15.0, masked=True)
+    scenario = load_scenario("paper", overrides=["measure.horizon_s=400"])
+    seldom = BundlePolicy(folder)
+    assert seldom.decision_interval_s == 15.0
+
+    class Often(BundlePolicy):
+        decision_interval_s = None  # type: ignore[assignment]
+
+    runs = [simulate(scenario, policy, seed=1) for policy in (seldom, Often(folder))]
+    assert runs[0].metrics == runs[1].metrics
+    assert runs[0].metrics["conversions"] > 0

@@ -58,7 +58,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 _APP = typer.Typer()
-for _name in ("compare", "report", "sweep", "train", "tune", "evaluate", "demo"):
+for _name in ("compare", "report", "results", "sweep", "train", "tune", "evaluate", "demo"):
     _APP.command(_name)(getattr(commands, _name))
 
 

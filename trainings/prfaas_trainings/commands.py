@@ -545,6 +545,62 @@ def export(
     typer.echo(f"use it: prfaas simulate --policy {out}   (needs the extra `policy`)")
 
 
+def results(
+    config: Annotated[
+        str, typer.Option("--config", "-c", help="Shipped configuration or path of a YAML file.")
+    ] = "results",
+    out: Annotated[
+        Path, typer.Option(help="Folder for parts, results.json and results.md. Goes on with one there.")
+    ] = Path("runs/results"),
+    docs: Annotated[
+        Path | None, typer.Option(help="Also write the page here, its figure to img beside it.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Make the page of this finished folder again; nothing is run."),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="Only this scenario, by label; may be repeated.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only this policy, by label; may be repeated.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="At most this many seeds per scenario.")] = None,
+    jobs: Jobs = None,
+    force: Annotated[bool, typer.Option("--force", help="Start anew: remove the results in --out.")] = False,
+) -> None:
+    """Run every policy on every scenario of a configuration and write the page of results."""
+    _need(_REPORTING, "results")
+    from prfaas_trainings.parts import command_line
+
+    if source is not None:
+        from prfaas_trainings.results_page import write_page
+
+        refused = {"--scenario": scenario, "--policy": policy, "--seeds": seeds, "--force": force}
+        for name, value in {**refused, "--config": config != "results"}.items():
+            if value:
+                raise PrfaasError(f"{name}: has no effect with --from, which runs nothing")
+        written = write_page(source, docs)
+    else:
+        from prfaas_trainings import results_command
+        from prfaas_trainings.results_config import load_results_config
+
+        chosen = load_results_config(config).only(scenario or (), policy or (), seeds)
+        options = {
+            "--config": None if config == "results" else config,
+            "--out": out,
+            "--docs": docs,
+            "--scenario": scenario,
+            "--policy": policy,
+            "--seeds": seeds,
+            "--jobs": jobs,
+        }
+        again = command_line("results", options)
+        written = results_command.run(chosen, out, docs=docs, jobs=jobs, force=force, again=again)
+    for path in written:
+        typer.echo(f"written: {path}")
+
+
 def demo(
     out: Annotated[
         Path, typer.Option(help="Folder for the results; an earlier demonstration is replaced.")

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -21,13 +22,14 @@ from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision
-from prfaas_env.policy import Policy, make_policy
+from prfaas_env.policy import Policy, PolicyContext, make_policy
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, make_engine
 from prfaas_env.simulator.formulas import NS_PER_S
 from prfaas_env.simulator.metrics import cohort
 from prfaas_env.simulator.run import Episode, simulate
 from prfaas_env.simulator.world import World, draw_world
+from prfaas_env.telemetry import Telemetry
 from prfaas_env.workload.models import TraceWorkload
 
 FloatArray = NDArray[np.float64]
@@ -37,6 +39,8 @@ PolicySource = str | Callable[[], Policy]
 
 #: Edges of the TTFT histogram in seconds; the plotted distribution is exact at them.
 TTFT_EDGES_S: FloatArray = np.concatenate(([0.0], np.geomspace(0.01, 1e5, 701), [math.inf]))
+#: Edges of the histogram of decision times in seconds: 100 bins to a decade.
+DECISION_EDGES_S: FloatArray = np.concatenate(([0.0], np.geomspace(1e-7, 100.0, 901), [math.inf]))
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,10 @@ def policy_hash(policy: Policy, spec: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One episode to run. `per_request` keeps the TTFT of every request, `timeline` a row per decision."""
+    """One episode to run.
+
+    `per_request` keeps the TTFT of every request, `timeline` a row per decision, `timed` how long decisions took.
+    """
 
     scenario: Scenario
     row: Row
@@ -164,6 +171,30 @@ class Job:
     engine: str = DEFAULT_ENGINE
     per_request: bool = False
     timeline: bool = False
+    timed: bool = False
+
+
+class TimedPolicy:
+    """A policy with the wall time of each of its decisions, in ns; everything else is the policy's own."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.constant = policy.constant
+        self.decision_ns: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def reset(self, context: PolicyContext) -> None:
+        """Start an episode."""
+        self._policy.reset(context)
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        """Decision of the policy."""
+        start_ns = time.perf_counter_ns()
+        decision = self._policy.decide(telemetry)
+        self.decision_ns.append(time.perf_counter_ns() - start_ns)
+        return decision
 
 
 @dataclass(frozen=True)
@@ -172,7 +203,8 @@ class Outcome:
 
     `ttft_counts` has shape (len(TTFT_EDGES_S) - 1,), the accepted requests of the cohort by TTFT. With
     `per_request`, `arrival_s` and `ttft_s` have shape (requests of the world,); NaN marks a request that was
-    rejected or lies outside the cohort. Arrival counts from the start of the episode.
+    rejected or lies outside the cohort. Arrival counts from the start of the episode. With `timed`,
+    `decision_counts` has shape (len(DECISION_EDGES_S) - 1,), the decisions by their wall time.
     """
 
     figures: dict[str, float | None]
@@ -183,11 +215,17 @@ class Outcome:
     arrival_s: FloatArray | None
     ttft_s: FloatArray | None
     timeline: dict[str, FloatArray] | None
+    decision_counts: IntArray | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything as a mapping for JSON: every number finite or null; `of_json` gives the same outcome back."""
         filled = np.flatnonzero(self.ttft_counts)
+        timed: dict[str, Any] = {}
+        if self.decision_counts is not None:
+            bins = np.flatnonzero(self.decision_counts)
+            timed = {"decision_bins": bins.tolist(), "decision_counts": self.decision_counts[bins].tolist()}
         return {
+            **timed,
             "figures": self.figures,
             "arrivals_hash": self.arrivals_hash,
             "warnings": list(self.warnings),
@@ -206,6 +244,10 @@ class Outcome:
         counts = np.zeros(len(TTFT_EDGES_S) - 1, dtype=np.int64)
         counts[content["ttft_bins"]] = content["ttft_counts"]
         lines = content["timeline"]
+        decisions = None
+        if "decision_bins" in content:
+            decisions = np.zeros(len(DECISION_EDGES_S) - 1, dtype=np.int64)
+            decisions[content["decision_bins"]] = content["decision_counts"]
         return cls(
             figures=figures,
             arrivals_hash=content["arrivals_hash"],
@@ -215,6 +257,7 @@ class Outcome:
             arrival_s=_numbers(content["arrival_s"]),
             ttft_s=_numbers(content["ttft_s"]),
             timeline=None if lines is None else {k: not_null(v) for k, v in lines.items()},
+            decision_counts=decisions,
         )
 
 
@@ -243,7 +286,9 @@ def arrivals_hash(world: World) -> str:
 
 def run_job(job: Job) -> Outcome:
     """Run one episode."""
-    episode = simulate(job.scenario, job.row.make(), seed=job.seed, engine=job.engine, timeline=job.timeline)
+    policy = job.row.make()
+    timed = TimedPolicy(policy) if job.timed else None
+    episode = simulate(job.scenario, timed or policy, seed=job.seed, engine=job.engine, timeline=job.timeline)
     ttft_s = _ttft_per_request(episode)
     accepted = ttft_s[~np.isnan(ttft_s)]
     return Outcome(
@@ -255,6 +300,9 @@ def run_job(job: Job) -> Outcome:
         arrival_s=episode.world.requests.arrival_ns / 1e9 if job.per_request else None,
         ttft_s=ttft_s if job.per_request else None,
         timeline=episode.timeline,
+        decision_counts=None
+        if timed is None
+        else np.histogram(np.array(timed.decision_ns) / 1e9, DECISION_EDGES_S)[0].astype(np.int64),
     )
 
 

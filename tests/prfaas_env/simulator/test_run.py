@@ -7,7 +7,8 @@ import math
 import pytest
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.decision import Decision
+from prfaas_env.decision import ClusterDecision, Decision, Move
+from prfaas_env.policy import OwnInterval
 from prfaas_env.scenarios.loader import load_scenario
 from prfaas_env.simulator.engine import ENGINES, make_engine
 from prfaas_env.simulator.run import TIMELINE, EpisodeRun, simulate
@@ -49,6 +50,67 @@ def test_a_constant_policy_is_asked_once_and_any_other_on_every_tick(tiny):
     assert other.asked == [k * S // 2 for k in range(11)]
     assert runs[0].metrics == runs[1].metrics
     assert runs[0].end.time_ns == 5_500_000_000
+
+
+class Wanderer:
+    """Another margin and another move every 5 s, held in between; counts how often it is asked."""
+
+    constant = False
+
+    def __init__(self, says_so):
+        self.clock = OwnInterval(5.0, "policy wanderer")
+        if says_so:
+            self.decision_interval_s = 5.0
+        self.asked = []
+
+    def reset(self, context):
+        self.clock.reset(context)
+        self.asked = []
+
+    def decide(self, telemetry):
+        self.asked.append(telemetry.time_ns)
+        if not self.clock.is_due(telemetry):
+            return self.clock.held
+        k = telemetry.time_ns // (5 * S)
+        cluster = ClusterDecision(
+            margin_s=(-30.0, 0.0, 4.0, 1.0)[k % 4],
+            move=Move.DECODE_TO_PREFILL if k % 12 < 6 else Move.PREFILL_TO_DECODE,
+        )
+        return self.clock.decided(telemetry, Decision((cluster,) * len(telemetry.pd)))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "duration_s"), [("drift", 203.0), ("prfaas_outage", 1300.0), ("two_regions", 121.5)]
+)
+def test_a_policy_that_says_its_interval_is_asked_at_it_alone_with_equal_results(scenario, duration_s):
+    often, seldom = Wanderer(False), Wanderer(True)
+    loaded = load_scenario(scenario)
+    runs = [simulate(loaded, p, seed=5, duration_s=duration_s) for p in (often, seldom)]
+    assert len(often.asked) == math.ceil(duration_s)
+    assert seldom.asked == [5 * k * S for k in range(math.ceil(duration_s / 5))]
+    assert runs[0].metrics == runs[1].metrics
+    assert runs[0].metrics["conversions"] > 1
+    assert runs[0].end == runs[1].end
+    for name in ("first_token_ns", "finish_ns", "route", "abort_ns"):
+        assert (getattr(runs[0].records, name) == getattr(runs[1].records, name)).all()
+
+
+def test_drained_runs_and_timelines_ask_on_every_tick_as_ever(tiny):
+    runs = []
+    for policy in (Wanderer(False), Wanderer(True)):
+        run = simulate(paper(), policy, seed=2, n_requests=30, engine=tiny.engine_name)
+        runs.append((run.metrics, policy.asked))
+        run = simulate(paper("measure.horizon_s=12"), policy, seed=2, timeline=True, engine=tiny.engine_name)
+        assert len(run.timeline["time_s"]) == 12
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("interval_s", [0.5, 1.5])
+def test_an_interval_of_its_own_must_fit_the_clock(interval_s):
+    policy = Threshold(19_400, constant=False)
+    policy.decision_interval_s = interval_s
+    with pytest.raises(PrfaasError, match=r"must be a multiple of the scenario's control_interval_s 1"):
+        simulate(paper(), policy, seed=0, duration_s=2)
 
 
 def test_case_a21_the_warm_up_is_left_out_and_reported(tiny):
