@@ -31,7 +31,7 @@ from prfaas_env.bundle_manifest import (
 )
 from prfaas_env.decision import N_MOVES, Decision
 from prfaas_env.onnx_check import BadNetworkError, check_network
-from prfaas_env.policy import OwnInterval, Policy, PolicyContext, make_policy
+from prfaas_env.policy import OwnInterval, Policy, PolicyContext, make_policy, refuse_simulator_only
 from prfaas_env.sites import link_pairs
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
 
@@ -293,7 +293,7 @@ class ReloadablePolicy:
     def __init__(self, spec: str) -> None:
         self._lock = threading.Lock()
         self._context: PolicyContext | None = None
-        self._policy: Policy = make_policy(spec)
+        self._policy: Policy = _from_telemetry(spec)
         self._active = _active(spec, self._policy, 1)
 
     @property
@@ -306,7 +306,7 @@ class ReloadablePolicy:
         wanted = self._active.spec if spec is None else spec
         with self._lock:
             try:
-                policy = make_policy(wanted)
+                policy = _from_telemetry(wanted)
                 if self._context is not None:
                     policy.reset(self._context)
             except Exception as error:  # whatever a policy raises, the present one goes on
@@ -327,6 +327,13 @@ class ReloadablePolicy:
     def decide(self, telemetry: Telemetry) -> Decision:
         """Decision of the active policy."""
         return self._policy.decide(telemetry)
+
+
+def _from_telemetry(spec: str) -> Policy:
+    """A policy that can run outside the simulator."""
+    policy = make_policy(spec)
+    refuse_simulator_only(policy, spec, "run outside it")
+    return policy
 
 
 def _active(spec: str, policy: Policy, generation: int) -> ActivePolicy:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from prfaas_env import rendering
 from prfaas_env.base import MAX_S, PrfaasError
-from prfaas_env.policy import PolicyContext, make_policy
+from prfaas_env.policy import PolicyContext, begin_episode, make_policy
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
 from prfaas_env.simulator.formulas import ns_from_s
@@ -135,7 +135,7 @@ def frames(scenario: Scenario, policy: str, seed: int, engine: str, film: Film) 
     world = draw_world(scenario, seed)
     run = EpisodeRun(world, engine)
     chosen = make_policy(policy)
-    chosen.reset(PolicyContext(scenario, world.schema, 0))
+    begin_episode(chosen, PolicyContext(scenario, world.schema, 0), run.engine)
     pairs = link_pairs(scenario.deployment)
     title = f"{scenario.name}   {policy}   seed {seed}"
     shown = film.ticks

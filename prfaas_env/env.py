@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ActionCodec, ActionForm, Decision, Routing
-from prfaas_env.policy import Policy, PolicyContext, make_policy
+from prfaas_env.policy import Policy, PolicyContext, make_policy, refuse_simulator_only
 from prfaas_env.rewards import reward_terms
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
@@ -137,7 +137,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         self._engine_name = engine
         self._reward_name = reward
         self._terms = reward_terms(reward)
-        self._reference_policy: Policy | None = make_policy(reference) if reward == "paired" else None
+        self._reference_policy: Policy | None = _reference(reference) if reward == "paired" else None
         self._control_ns = ns_from_s(self.scenario.control.control_interval_s)
         self._horizon_ns = ns_from_s(self.scenario.measure.horizon_s)
         self._run: EpisodeRun | None = None
@@ -327,6 +327,13 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
             "clipped": self._clipped,
             "action_mask": self.action_masks(),
         }
+
+
+def _reference(spec: str) -> Policy:
+    """The reference policy of `reward="paired"`."""
+    policy = make_policy(spec)
+    refuse_simulator_only(policy, spec, "be the reference of an environment")
+    return policy
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

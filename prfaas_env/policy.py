@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import yaml
 
@@ -23,6 +23,9 @@ from prfaas_env.decision import Decision, Move
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
+
+if TYPE_CHECKING:
+    from prfaas_env.simulator.engine import Engine
 
 _GROUP = "prfaas.policies"
 
@@ -51,6 +54,55 @@ class Policy(Protocol):
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """Decision for the interval that starts now."""
+
+
+class SimulatorPolicy(Policy, Protocol):
+    """A policy that looks into the running simulator beside the telemetry: a planner. It runs nowhere else.
+
+    It is marked by `simulator_only = True`. `attach` is called after `reset` and before the first `decide`, with the
+    compiled engine whose telemetry it will get; it may copy that engine's state (see `prfaas_env.branches`), and must
+    not change it.
+    """
+
+    simulator_only: bool
+
+    def attach(self, engine: Any) -> None:
+        """Take the engine of the episode, a `CompiledEngine` at its start."""
+
+
+def is_simulator_only(policy: Policy) -> bool:
+    """Whether a policy looks into the simulator, see `SimulatorPolicy`."""
+    return bool(getattr(policy, "simulator_only", False))
+
+
+def refuse_simulator_only(policy: Policy, spec: str, where: str) -> None:
+    """Check that a policy lives on telemetry alone.
+
+    Raises:
+        PrfaasError: it looks into the simulator; one line that names it and says what it cannot: `where`.
+    """
+    if is_simulator_only(policy):
+        raise PrfaasError(
+            f"policy {spec!r} looks into the simulator and cannot {where}; it runs in simulate, compare, sweep "
+            "and watch, on the compiled engine"
+        )
+
+
+def begin_episode(policy: Policy, context: PolicyContext, engine: Engine) -> None:
+    """Reset a policy for an episode of `engine`, which a planner may look into.
+
+    Raises:
+        PrfaasError: the policy looks into the simulator and the engine is not the compiled one.
+    """
+    policy.reset(context)
+    if is_simulator_only(policy):
+        if engine.name != "compiled":
+            name = getattr(policy, "name", type(policy).__name__)
+            raise PrfaasError(
+                f"policy {name!r} looks into the simulator, which it can do in the 'compiled' engine only; "
+                f"found engine {engine.name!r}"
+            )
+        policy.attach(engine)  # type: ignore[attr-defined]
 
 
 class OwnInterval:

@@ -30,8 +30,10 @@ from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator import kernel
 from prfaas_env.simulator import layout as L
 from prfaas_env.simulator.compiled_engine import (
+    StateView,
     bigger,
     compiled_kernel,
+    first_open,
     load_world,
     moved,
     recent_lengths,
@@ -53,9 +55,15 @@ BoolArray = NDArray[np.bool_]
 
 
 class Batch:
-    """States of n compiled engines of one scenario, stepped together."""
+    """States of n compiled engines of one scenario, stepped together.
 
-    def __init__(self, scenario: Scenario, n: int) -> None:
+    Args:
+        scenario: the scenario.
+        n: number of states.
+        threads: False: never step in two threads.
+    """
+
+    def __init__(self, scenario: Scenario, n: int, threads: bool = True) -> None:
         self.scenario = scenario
         self.n = n
         self.schema = scenario_schema(scenario)
@@ -75,7 +83,8 @@ class Batch:
         self.clipped = np.zeros(n, dtype=np.int64)
         self._status = np.zeros(n, dtype=np.int64)
         self._scarce = np.zeros((n, n_pd), dtype=np.int64)
-        self._pool = ThreadPoolExecutor(2) if n >= THREADS_FROM else None
+        self._first_open = [0] * n
+        self._pool = ThreadPoolExecutor(2) if threads and n >= THREADS_FROM else None
 
     def _set_layout(self, layout: Layout) -> None:
         self.layout = layout
@@ -93,28 +102,44 @@ class Batch:
         changes = max((len(trace.time_ns) for trace in world.links), default=0)
         if changes > self.layout.sizes.changes:
             old = self.layout.sizes
-            self._relayout(replace(old, changes=max(changes, 2 * old.changes)))
+            self.make_room(replace(old, changes=max(changes, 2 * old.changes)))
         if len(world.faults) > self.layout.sizes.faults:
-            self._relayout(replace(self.layout.sizes, faults=2 * len(world.faults)))
+            self.make_room(replace(self.layout.sizes, faults=2 * len(world.faults)))
         rows = request_rows(world)
-        if len(rows) > self.requests.shape[1]:
-            wider = np.zeros((self.n, len(rows) + len(rows) // 8, L.W_P), dtype=np.int64)
-            wider[:, : self.requests.shape[1]] = self.requests
-            self.requests = wider
         caches = start_pools(world)
-        if len(caches) > self.caches.shape[1]:
-            more = np.zeros((self.n, len(caches) + len(caches) // 8), dtype=np.int64)
-            more[:, : self.caches.shape[1]] = self.caches
-            self.caches = more
+        self.make_rows(len(rows), len(caches))
         self.caches[e, : len(caches)] = caches
         self.worlds[e] = world
+        self._first_open[e] = 0
         self.ints[e], self.reals[e] = self._start
         self.requests[e, : len(rows)] = rows
         load_world(world, self.layout, self.ints[e], self.reals[e])
         self._functions["begin"](self.ints[e], self.requests[e])
 
-    def _relayout(self, sizes: Sizes) -> None:
+    def make_rows(self, requests: int, caches: int) -> None:
+        """Have room for this many rows of requests, and numbers of prefix pools, in each state."""
+        if requests > self.requests.shape[1]:
+            wider = np.zeros((self.n, requests + requests // 8, L.W_P), dtype=np.int64)
+            wider[:, : self.requests.shape[1]] = self.requests
+            self.requests = wider
+        if caches > self.caches.shape[1]:
+            more = np.zeros((self.n, caches + caches // 8), dtype=np.int64)
+            more[:, : self.caches.shape[1]] = self.caches
+            self.caches = more
+
+    def view(self, e: int) -> StateView:
+        """The running state of env e, for branches (see `prfaas_env.branches`)."""
+        world = self.worlds[e]
+        assert world is not None
+        state = (self.ints[e], self.reals[e], self.requests[e], self.caches[e])
+        self._first_open[e] = first_open(state[0], state[2], self._first_open[e])
+        return StateView(world, self.layout, *state, self._first_open[e])
+
+    def make_room(self, sizes: Sizes) -> None:
+        """Have arrays of these capacities, none below the present one; states stay as they are."""
         old = self.layout
+        if sizes == old.sizes:
+            return
         new = Layout(self.scenario, sizes)
         ints = np.zeros((self.n, new.n_int), dtype=np.int64)
         reals = np.zeros((self.n, new.n_real))
@@ -166,7 +191,7 @@ class Batch:
             task = np.where(short, kernel.RUN_ON, kernel.SKIP)
 
     def _grow(self, status: int) -> None:
-        self._relayout(bigger(self.layout.sizes, status))
+        self.make_room(bigger(self.layout.sizes, status))
 
     # ------------------------------------------------------------------ readings
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,26 @@ class CompiledSnapshot:
     caches: IntArray
 
 
+class StateView(NamedTuple):
+    """A running state as it lies in memory: not copied, so it changes with its engine; not to be written to.
+
+    `first_open` is the first request that is neither resolved nor still to come (all before it are resolved).
+    """
+
+    world: World
+    layout: Layout
+    ints: IntArray
+    reals: FloatArray
+    requests: IntArray
+    caches: IntArray
+    first_open: int
+
+    @property
+    def now_ns(self) -> int:
+        """Present instant."""
+        return int(self.ints[L.NOW])
+
+
 class CompiledEngine:
     """One episode of one world; see `engine.Engine`."""
 
@@ -112,6 +132,7 @@ class CompiledEngine:
         self._requests = request_rows(world)
         self._caches = start_pools(world)
         self._conversion_ns = int(self._ints[L.CONVERSION_NS])
+        self._first_open = 0
         self._functions["begin"](self._ints, self._requests)
 
     def _use(self, layout: Layout) -> None:
@@ -173,10 +194,15 @@ class CompiledEngine:
             self._grow(status)
 
     def _grow(self, status: int) -> None:
-        """Double the array that is too small; offsets move, everything else stays."""
-        old = self._layout
-        new = Layout(self.world.scenario, bigger(old.sizes, status))
-        self._ints, self._reals = moved(old, new, self._ints, self._reals)
+        """Double the array that is too small."""
+        self.make_room(bigger(self._layout.sizes, status))
+
+    def make_room(self, sizes: Sizes) -> None:
+        """Have arrays of these capacities, none below the present one; offsets move, everything else stays."""
+        if sizes == self._layout.sizes:
+            return
+        new = Layout(self.world.scenario, sizes)
+        self._ints, self._reals = moved(self._layout, new, self._ints, self._reals)
         self._use(new)
 
     # ------------------------------------------------------------------ readings
@@ -243,11 +269,17 @@ class CompiledEngine:
         _copy_state(self._state(), (into.ints, into.reals, into.requests, into.caches))
         return into
 
+    def view(self) -> StateView:
+        """The running state, for branches (see `prfaas_env.branches`)."""
+        self._first_open = first_open(self._ints, self._requests, self._first_open)
+        return StateView(self.world, self._layout, *self._state(), self._first_open)
+
     def _state(self) -> State:
         return self._ints, self._reals, self._requests, self._caches
 
     def restore(self, snapshot: CompiledSnapshot) -> None:
         """Return to a snapshot; the snapshot stays as it is."""
+        self._first_open = 0
         if snapshot.world is self.world and snapshot.sizes == self._layout.sizes:
             _copy_state((snapshot.ints, snapshot.reals, snapshot.requests, snapshot.caches), self._state())
             return
@@ -280,6 +312,14 @@ def _copy_state(source: State, target: State) -> None:
     target[3][:] = source[3]
 
 
+def first_open(ints: IntArray, requests: IntArray, known: int = 0) -> int:
+    """The first request that has arrived and is not resolved, or else the next arrival; none before `known` is."""
+    arrived = int(ints[L.NEXT_ARRIVAL])
+    status = requests[known:arrived, L.P_STATUS]
+    at = int((status == kernel.OPEN).argmax()) if len(status) else 0
+    return known + at if len(status) and status[at] == kernel.OPEN else arrived
+
+
 def bigger(sizes: Sizes, status: int) -> Sizes:
     """Twice the room in the array that the kernel found too small."""
     if status == kernel.GROW_HEAP:
@@ -296,15 +336,19 @@ def recent_lengths(ints: IntArray, pd: int) -> IntArray:
     return ring[:n].copy() if n < RECENT_LENGTHS else np.concatenate((ring[at:], ring[:at]))
 
 
+def blank_rows(n: int) -> IntArray:
+    """Rows of P of n requests that have not arrived, without their workload."""
+    rows = np.zeros((n, L.W_P), dtype=np.int64)
+    rows[:, L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
+    rows[:, L.P_PRFAAS] = -1
+    return rows
+
+
 def request_rows(world: World) -> IntArray:
     """P of a world before the start: the workload and empty records; one row more, so that it is never empty."""
     table = world.requests
     n = len(table)
-    empty = np.zeros(L.W_P, dtype=np.int64)
-    empty[L.P_PREFILL_START : L.P_ABORT + 1] = NEVER_NS
-    empty[L.P_PRFAAS] = -1
-    rows = np.empty((n + 1, L.W_P), dtype=np.int64)
-    rows[:] = empty
+    rows = blank_rows(n + 1)
     rows[:n, L.P_ARRIVAL] = table.arrival_ns
     rows[:n, L.P_INPUT] = table.input_tokens
     rows[:n, L.P_OUTPUT] = table.output_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prfaas_env.policy import Policy, PolicyContext
+from prfaas_env.policy import Policy, PolicyContext, begin_episode
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, Engine, make_engine
 from prfaas_env.simulator.formulas import NEVER_NS, FloatArray, ns_from_s
@@ -152,7 +152,7 @@ def simulate(
     end_s = duration_s if duration_s is not None else scenario.measure.horizon_s
     end_ns = NEVER_NS if drain else ns_from_s(end_s)
     run = EpisodeRun(world, engine)
-    policy.reset(PolicyContext(scenario, world.schema, policy_seed))
+    begin_episode(policy, PolicyContext(scenario, world.schema, policy_seed), run.engine)
     rows: list[tuple[float, ...]] = []
     tick = 0
     while True:
