@@ -118,6 +118,20 @@ def start_neutral(model: BaseAlgorithm, codec: ActionCodec, p_routing: float, p_
             part += n
 
 
+def settle_routing(model: BaseAlgorithm, codec: ActionCodec) -> None:
+    """Let the bias alone choose the routing (discrete form): while nothing is learned of it, it is "no change"."""
+    layer = model.policy.action_net
+    assert isinstance(layer, torch.nn.Linear)
+    with torch.no_grad():
+        layer.weight[routing_rows(codec)] = 0.0
+
+
+def routing_rows(codec: ActionCodec) -> list[int]:
+    """Rows of the action layer that choose the routing (discrete form)."""
+    width = len(codec.grid) + N_MOVES
+    return [pd * width + k for pd in range(codec.n_pd) for k in range(len(codec.grid))]
+
+
 def set_progress(model: BaseAlgorithm, done: float) -> None:
     """Tell the learning rate how much of the training is done (0 to 1)."""
     rate = model.learning_rate

@@ -19,6 +19,7 @@ from prfaas_agents.settings import (
     RecurrentPpoSettings,
     SacSettings,
     TqcSettings,
+    WarmStartSettings,
 )
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import ActionCodec, Routing
@@ -32,7 +33,9 @@ from prfaas_trainings.randomise import Randomise, check
 from prfaas_trainings.seeds import SPLITS, Split, describe
 
 #: A queue of hundreds would drown all other experience; the log keeps its order and takes its weight.
-RewardShape = Literal["plain", "log"]
+RewardShape = Literal["plain", "sqrt", "log"]
+#: What a stage learns; the other part of each action stays "no change".
+Choices = Literal["both", "moves", "routing"]
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -89,6 +92,7 @@ class CurriculumStage(Frozen):
         default=None, min_length=1, description="default: those of the training"
     )
     randomise: Randomise | None = Field(default=None, description="default: that of the training")
+    choices: Choices | None = Field(default=None, description="default: those of the training")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Stage:
     end: int | None
     scenarios: tuple[TrainingScenario, ...]
     randomise: Randomise
+    choices: Choices
 
 
 class TrainingConfig(Frozen):
@@ -120,10 +125,19 @@ class TrainingConfig(Frozen):
     routing: Routing = "margin"
     reward: RewardName = "waiting"
     reward_shape: RewardShape = Field(
-        default="log", description="what is learned from: the reward itself, or sign(r) log(1 + |r|)"
+        default="log",
+        description="what is learned from: the reward itself, sign(r) (sqrt(1 + |r|) - 1), or sign(r) log(1 + |r|)",
     )
     reference: str = Field(default="earliest_finish", description="policy of the paired reward")
     decision_interval_s: float = Field(default=15.0, gt=0, description="time between two decisions")
+    choices: Choices = Field(
+        default="both",
+        description="what is learned (maskable PPO); the other part of each action stays no change",
+    )
+    warm_start: WarmStartSettings | None = Field(
+        default=None,
+        description="fit the first policy to roll-outs; each priced state counts as a step (PPO on margins)",
+    )
     total_steps: int | None = Field(default=None, ge=1, description="stop after this many decisions")
     minutes: float | None = Field(default=None, gt=0, description="stop after this time, validation included")
     engine: EngineName = DEFAULT_ENGINE
@@ -188,6 +202,19 @@ class TrainingConfig(Frozen):
                     f"{self.algorithm}.batch_size {self.settings.batch_size} exceeds the {rollout} decisions of one "
                     f"rollout (n_envs {self.n_envs} x {self.algorithm}.n_steps {self.settings.n_steps})"
                 )
+        if any(stage.choices != "both" for stage in self.stages()) and self.algorithm != "maskable_ppo":
+            raise ValueError(
+                f"choices: a part of the actions alone needs maskable_ppo, found {self.algorithm}"
+            )
+        if self.warm_start is not None and (
+            self.algorithm not in ("ppo", "maskable_ppo")
+            or self.routing != "margin"
+            or self.engine != "compiled"
+        ):
+            raise ValueError(
+                "warm_start needs ppo or maskable_ppo, routing margin and engine compiled; found "
+                f"{self.algorithm}, {self.routing}, {self.engine}"
+            )
         before = sum(stage.steps for stage in self.curriculum)
         if self.curriculum and self.total_steps is not None and before >= self.total_steps:
             raise ValueError(
@@ -203,8 +230,9 @@ class TrainingConfig(Frozen):
         for k, given in enumerate(self.curriculum):
             end += given.steps
             randomise = self.randomise if given.randomise is None else given.randomise
-            out.append(Stage(k, end, given.scenarios or self.scenarios, randomise))
-        return (*out, Stage(len(out), self.total_steps, self.scenarios, self.randomise))
+            choices = self.choices if given.choices is None else given.choices
+            out.append(Stage(k, end, given.scenarios or self.scenarios, randomise, choices))
+        return (*out, Stage(len(out), self.total_steps, self.scenarios, self.randomise, self.choices))
 
     def stage_at(self, steps: int) -> Stage:
         """The stage after this many steps."""

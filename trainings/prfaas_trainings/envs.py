@@ -25,10 +25,10 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 
 from prfaas_agents.vec_env import BatchedVecEnv, envs_per_scenario, make_batched_vec_env
 from prfaas_env import ENV_ID
-from prfaas_env.decision import ActionForm, Routing
+from prfaas_env.decision import N_MOVES, ActionCodec, ActionForm, Routing
 from prfaas_env.env import PrfaasEnv, RewardName
 from prfaas_env.scenarios import Scenario
-from prfaas_trainings.config import RewardShape, Stage, TrainingConfig
+from prfaas_trainings.config import Choices, RewardShape, Stage, TrainingConfig
 from prfaas_trainings.episodes import figures_of, start_worker
 from prfaas_trainings.randomise import Randomise, drawn, group_draws
 
@@ -62,11 +62,13 @@ def shaped(rewards: NDArray[Any], shape: RewardShape, factor: float) -> NDArray[
 
     Args:
         rewards: the env's rewards.
-        shape: `plain`, or `log` for sign(r) log(1 + |r|).
+        shape: `plain`, `sqrt` for sign(r) (sqrt(1 + |r|) - 1), or `log` for sign(r) log(1 + |r|).
         factor: multiplies the shaped reward. 1 - gamma makes a value a discounted mean of rewards, whatever gamma.
     """
     if shape == "log":
         rewards = np.copysign(np.log1p(np.abs(rewards)), rewards)
+    elif shape == "sqrt":
+        rewards = np.copysign(np.sqrt(1.0 + np.abs(rewards)) - 1.0, rewards)
     return rewards * factor
 
 
@@ -302,6 +304,41 @@ class ShapedRewards(VecEnvWrapper):
         return observations, shaped(rewards, self._shape, self._factor), dones, infos
 
 
+def allowed_choices(codec: ActionCodec, choices: Choices) -> NDArray[np.bool_]:
+    """Flat mask of the discrete form in sb3-contrib's order, with "no change" alone in what is not learned."""
+    neutral = codec.neutral()
+    parts: list[NDArray[np.bool_]] = []
+    for k in range(codec.n_pd):
+        for name, at, n in (("routing", 2 * k, len(codec.grid)), ("moves", 2 * k + 1, N_MOVES)):
+            parts.append(
+                np.ones(n, dtype=np.bool_) if choices in ("both", name) else np.arange(n) == neutral[at]
+            )
+    return np.concatenate(parts)
+
+
+class SomeChoices(VecEnvWrapper):
+    """Masks that leave "no change" alone in one part of the actions; see `TrainingConfig.choices`."""
+
+    def __init__(self, venv: VecEnv, codec: ActionCodec, choices: Choices) -> None:
+        super().__init__(venv)
+        self._allowed = allowed_choices(codec, choices)
+
+    def reset(self) -> VecEnvObs:
+        """Start every env."""
+        return self.venv.reset()
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """One decision of every env."""
+        return self.venv.step_wait()
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Any = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of the envs; masks are those of the choices."""
+        found = self.venv.env_method(method_name, *method_args, indices=indices, **kwargs)
+        return [mask & self._allowed for mask in found] if method_name == "action_masks" else found
+
+
 def make_vec_env(
     config: TrainingConfig, episodes_folder: Path | None, stage: Stage | None = None, file_prefix: str = ""
 ) -> VecEnv:
@@ -336,7 +373,7 @@ def make_vec_env(
         )
         file = None if episodes_folder is None else str(episodes_folder / f"{file_prefix}0")
         monitored = VecMonitor(EpisodeColumns(batched), file, info_keywords=EPISODE_COLUMNS)
-        return ShapedRewards(monitored, config.reward_shape, factor)
+        return _chosen(config, stage, ShapedRewards(monitored, config.reward_shape, factor))
     factories = [
         EnvFactory(
             index=k,
@@ -357,8 +394,13 @@ def make_vec_env(
         for k in range(config.n_envs)
     ]
     if config.vectorization == "none":
-        return DummyVecEnv(list(factories))
-    return SubprocVecEnv(list(factories), start_method="spawn")
+        return _chosen(config, stage, DummyVecEnv(list(factories)))
+    return _chosen(config, stage, SubprocVecEnv(list(factories), start_method="spawn"))
+
+
+def _chosen(config: TrainingConfig, stage: Stage, vec_env: VecEnv) -> VecEnv:
+    """The envs with the choices of a stage."""
+    return vec_env if stage.choices == "both" else SomeChoices(vec_env, config.codec(), stage.choices)
 
 
 def _drawn_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -23,7 +24,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from torch.utils.tensorboard import SummaryWriter
 
 from prfaas_agents.algorithms import make_learner
-from prfaas_agents.ppo import fit_scaling, set_progress
+from prfaas_agents.ppo import fit_scaling, set_progress, settle_routing
 from prfaas_agents.record import (
     POLICY_FILE,
     RECORD_FILE,
@@ -33,6 +34,8 @@ from prfaas_agents.record import (
     TrainedOn,
     read_record,
 )
+from prfaas_agents.settings import WarmStartSettings
+from prfaas_agents.warm_start import warm_start
 from prfaas_env.base import PrfaasError, write_whole
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.formulas import ns_from_s
@@ -198,6 +201,8 @@ class Run:
         self.model: BaseAlgorithm = make_learner(envs.vec_env, self.codec, config.settings, config.seed)
         if start is None:
             fit_scaling(self.model, config.settings.scaling_steps)
+            if config.stages()[0].choices == "moves":
+                settle_routing(self.model, self.codec)
             self._saved_updates = -1
         else:
             if start.progress.stage == envs.stage.index:
@@ -314,6 +319,34 @@ class Run:
         return Validated(int(self.model.num_timesteps), score, ttft, folder)
 
     # ------------------------------------------------------------------ learning
+
+    def warm_start(self, settings: WarmStartSettings, sign: StopSign) -> None:
+        """Fit the first policy to roll-outs, and save and validate it. Stopped half-way it is what it was."""
+        config, model = self.config, self.model
+        stage = config.stages()[0]
+        scenarios = config.at_decision_interval(config.stage_scenarios(stage))
+        before = copy.deepcopy(model.policy.state_dict())
+        self.report.say(
+            f"warm start: {settings.rounds} x {settings.states:,} states with roll-outs of {settings.horizon_s:g} s"
+        )
+
+        def tell(k: int, states: int, loss: float | None) -> bool:
+            if loss is not None:
+                self.report.say(f"warm start: round {k + 1}, {states:,} states, loss {loss:.4f}")
+                self.notes.record(f"{PREFIX}_warm_start/loss", loss)
+                self.notes.record(f"{PREFIX}_warm_start/states", states)
+                self.notes.dump(states)
+            return sign.is_set
+
+        weighted = [(s, given.weight) for s, given in zip(scenarios, stage.scenarios, strict=True)]
+        states = warm_start(
+            model.policy, self.codec, weighted, config.training_seeds.seeds, settings, config.seed, tell
+        )
+        if sign.is_set:
+            model.policy.load_state_dict(before)
+            return
+        model.num_timesteps = states
+        self.report.say(f"warm start: {describe(self.checkpoint())}")
 
     def write_update(self) -> None:
         """Write what an on-policy update has recorded, at the step of the update; others write by steps."""
@@ -707,6 +740,8 @@ def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
     else:
         run.report.say(f"going on at step {model.num_timesteps:,}")
         run.keep_best()
+    if config.warm_start is not None and model.num_timesteps == 0 and not sign.is_set:
+        run.warm_start(config.warm_start, sign)
     schedule = ScheduleCallback(run, sign)
     if sign.is_set:
         schedule.end(BY_CTRL_C)
