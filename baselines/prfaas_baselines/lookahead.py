@@ -101,6 +101,11 @@ class Lookahead:
         return episode.clock.decided(telemetry, decision)
 
     @property
+    def decision_interval_s(self) -> float:
+        """Time between two decisions."""
+        return self._interval_s
+
+    @property
     def decision_times_s(self) -> FloatArray:
         """Wall time of each decision of the episode so far, in order."""
         return np.array([] if self._episode is None else self._episode.decision_s, dtype=np.float64)

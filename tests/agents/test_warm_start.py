@@ -84,7 +84,9 @@ def test_a_price_is_the_difference_of_two_whole_runs(scenario: Scenario) -> None
 def test_the_states_wanted_come_and_episodes_follow_one_another() -> None:
     found = priced(DRIFT, [5, 6], 30)
     assert 30 <= len(found) < 32
-    with pytest.raises(RuntimeError, match="StopIteration"):  # one episode each has 19 instants; the seeds are used up
+    with pytest.raises(
+        RuntimeError, match="StopIteration"
+    ):  # one episode each has 19 instants; the seeds are used up
         priced(DRIFT, [5, 6], 100)
 
 

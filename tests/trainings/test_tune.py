@@ -23,6 +23,7 @@ from prfaas_env.simulator.run import simulate
 from prfaas_env.theory import plan
 from prfaas_env.workload.means import mean_rate_rps
 from prfaas_trainings.episodes import EpisodeRunner
+from prfaas_trainings.load import at_load
 from prfaas_trainings.tune import (
     STUDY_FILE,
     TRIALS_FILE,
@@ -49,7 +50,6 @@ from prfaas_trainings.tune_config import (
     NamedFamily,
     SpaceField,
     Tuning,
-    at_load,
     load_family,
     load_tuning,
     read_families,

@@ -16,11 +16,9 @@ from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.scenarios.loader import apply_overrides, read_yaml
 from prfaas_env.simulator.engine import DEFAULT_ENGINE, EngineName
-from prfaas_env.theory import plan_sites
 from prfaas_env.workload.means import mean_rate_rps
-from prfaas_env.workload.models import TraceWorkload
-from prfaas_env.workload.traces import load_trace, slice_span_s
 from prfaas_trainings.config import SeedRange, config_folder
+from prfaas_trainings.load import at_load
 from prfaas_trainings.seeds import SPLITS, Split, describe
 
 #: Value of one searched field.
@@ -157,24 +155,6 @@ def _case(given: FamilyScenario, split: Split, overrides: Sequence[str]) -> Scen
     own = given.training if split == "training" else given.validation
     scenario = load_scenario(given.scenario, overrides=[*given.overrides, *own, *overrides])
     return scenario if given.load is None else at_load(scenario, given.load)
-
-
-def at_load(scenario: Scenario, load: float) -> Scenario:
-    """The scenario with a mean arrival rate of this share of its capacity.
-
-    Capacity is what `plan` finds with true mean service times (of several PD clusters, where the first is full). A
-    trace is replayed at another speed, and the horizon becomes the time that its slice then takes.
-
-    Raises:
-        PrfaasError: a load that the equations cannot read.
-    """
-    capacity_rps = min(site.scenario_limit_rps for site in plan_sites(scenario, "service"))
-    changed = scenario.with_rate(load * capacity_rps)
-    workload = changed.workload
-    if not isinstance(workload, TraceWorkload):
-        return changed
-    span_s = slice_span_s(load_trace(workload), workload) / workload.speed
-    return load_scenario(changed, overrides=[f"measure.horizon_s={span_s!r}"])
 
 
 class Tuning(Frozen):
