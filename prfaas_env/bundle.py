@@ -342,4 +342,4 @@ def _from_telemetry(spec: str) -> Policy:
 
 
 def _active(spec: str, policy: Policy, generation: int) -> ActivePolicy:
-    return ActivePolicy(spec, str(getattr(policy, "fingerprint", "")), generation)
+    return ActivePolicy(spec, str(getattr(policy, "fingerprint", None) or ""), generation)

@@ -145,7 +145,7 @@ def test_the_fit_gives_the_prices_back_and_leaves_the_routing() -> None:
         np.stack([200 * (observations[:, 5] - 0.5), np.zeros(4_000), 100 * (0.5 - observations[:, 9])]).T
     )
     gap_s = best[np.arange(4_000), moves] - best.min(1)
-    assert gap_s.mean() < 4.0  # of prices that spread over +-100
+    assert gap_s.mean() < 10.0  # prices spread over +-100; never moving costs about 40
     assert torch.equal(model.policy.action_net.weight[rows], before[0])
     assert torch.equal(model.policy.action_net.bias[rows], before[1])
 
