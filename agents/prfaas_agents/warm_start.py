@@ -244,10 +244,10 @@ def fit_moves(
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
-            with torch.no_grad():  # weight decay moves what has no gradient too
-                policy.action_net.weight[routing] = kept[0][routing]
-                policy.action_net.bias[routing] = kept[1][routing]
             loss_sum += loss.item() * len(rows)
+    with torch.no_grad():  # weight decay moved what has no gradient too
+        policy.action_net.weight[routing] = kept[0][routing]
+        policy.action_net.bias[routing] = kept[1][routing]
     return loss_sum / n
 
 

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
+from prfaas_baselines.conversion_guard import ConversionGuard
 from prfaas_baselines.parameters import knob, parameter_table, parameters_from, tuned_fingerprint
 from prfaas_baselines.planning import (
+    GuardedPlanningParameters,
     Planner,
-    PlanningParameters,
     Reading,
+    guarded_planners,
     prefill_limit_rps,
     proposal_for,
 )
@@ -24,7 +25,6 @@ from prfaas_env.decision import (
     Move,
 )
 from prfaas_env.policy import PolicyContext
-from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 from prfaas_env.theory import Optimum
 
@@ -34,7 +34,7 @@ _TRIGGER = _SHORT + "utilisation near a threshold or a queue surge triggers; nei
 _STEP = _SHORT + "the size of a routing adjustment is not given"
 
 
-class DualTimescaleParameters(GuardParameters, PlanningParameters):
+class DualTimescaleParameters(GuardedPlanningParameters):
     """Free parameters of the dual-timescale scheduler."""
 
     short_period_s: float = knob(5.0, "s", "time between two routing adjustments", _SHORT + "no period", gt=0)
@@ -163,9 +163,7 @@ class DualTimescale:
         """Start an episode: the threshold for the planned load, until lengths are seen."""
         scenario, p = context.scenario, self.parameters
         self._clusters = []
-        for site in sites_of(scenario):
-            planner = Planner(scenario, site, p)
-            guard = ConversionGuard(p, site.cluster, site.index, site.links, scenario.slo)
+        for planner, guard in guarded_planners(scenario, p):
             self._clusters.append(_Cluster(planner, guard, next_long_s=p.long_period_s))
 
     def decide(self, telemetry: Telemetry) -> Decision:

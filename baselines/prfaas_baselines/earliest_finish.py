@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters
+from prfaas_baselines.conversion_guard import ConversionGuard
 from prfaas_baselines.parameters import cache_rule as checked_rule
 from prfaas_baselines.parameters import (
     knob,
@@ -15,10 +15,14 @@ from prfaas_baselines.parameters import (
     tuned_fingerprint,
     with_tuned,
 )
-from prfaas_baselines.planning import Planner, PlanningParameters, proposal_for
+from prfaas_baselines.planning import (
+    GuardedPlanningParameters,
+    Planner,
+    guarded_planners,
+    proposal_for,
+)
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
-from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 
 
@@ -58,7 +62,7 @@ class EarliestFinish:
         return self._decision
 
 
-class ConversionParameters(GuardParameters, PlanningParameters):
+class ConversionParameters(GuardedPlanningParameters):
     """Parameters of earliest finish with conversions."""
 
     margin_s: float = knob(0.0, "s", "margin of the routing, as in earliest finish")
@@ -94,11 +98,10 @@ class EarliestFinishConversion:
 
     def reset(self, context: PolicyContext) -> None:
         """Start an episode: nothing is known of the load yet."""
-        scenario, p = context.scenario, self.parameters
-        sites = sites_of(scenario)
-        self._planners = [Planner(scenario, site, p) for site in sites]
-        self._guards = [ConversionGuard(p, s.cluster, s.index, s.links, scenario.slo) for s in sites]
-        self._due_s = [0.0] * len(sites)
+        pairs = guarded_planners(context.scenario, self.parameters)
+        self._planners = [planner for planner, _ in pairs]
+        self._guards = [guard for _, guard in pairs]
+        self._due_s = [0.0] * len(pairs)
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """Margin for every cluster, and at most one move in each."""

@@ -6,22 +6,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters, Proposal
+from prfaas_baselines.conversion_guard import ConversionGuard, Proposal
 from prfaas_baselines.parameters import knob, parameter_table, parameters_from, tuned_fingerprint
 from prfaas_baselines.planning import (
+    GuardedPlanningParameters,
     Planner,
-    PlanningParameters,
     Reading,
+    guarded_planners,
     prefill_limit_rps,
     proposal_for,
 )
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext
-from prfaas_env.sites import sites_of
 from prfaas_env.telemetry import Telemetry
 
 
-class HybridPlannerParameters(GuardParameters, PlanningParameters):
+class HybridPlannerParameters(GuardedPlanningParameters):
     """Parameters of the hybrid planner."""
 
     throughput_period_s: float = knob(
@@ -112,15 +112,14 @@ class HybridPlanner:
         """Start an episode: the threshold for the planned load, no plan of nodes until a window is over."""
         scenario, p = context.scenario, self.parameters
         self._clusters = []
-        for site in sites_of(scenario):
-            planner = Planner(scenario, site, p)
-            guard = ConversionGuard(p, site.cluster, site.index, site.links, scenario.slo)
+        for planner, guard in guarded_planners(scenario, p):
+            cluster = planner.site.cluster
             self._clusters.append(
                 _Cluster(
                     planner,
                     guard,
                     planner.threshold(planner.planned()),
-                    split=(site.cluster.n_prefill, site.cluster.n_decode),
+                    split=(cluster.n_prefill, cluster.n_decode),
                     next_throughput_s=p.throughput_period_s,
                 )
             )

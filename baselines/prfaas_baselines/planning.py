@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from prfaas_baselines.conversion_guard import ConversionGuard, Proposal
+from prfaas_baselines.conversion_guard import ConversionGuard, GuardParameters, Proposal
 from prfaas_baselines.parameters import knob
 from prfaas_env.base import Frozen
 from prfaas_env.decision import Move
@@ -21,7 +21,7 @@ from prfaas_env.prediction import PathState, first_token_s
 from prfaas_env.profiles.latency import PrefillProfile
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, FloatArray, IntArray, decode_step_s
-from prfaas_env.sites import RemoteRoute, Site, share_of
+from prfaas_env.sites import RemoteRoute, Site, share_of, sites_of
 from prfaas_env.telemetry import LONG_WINDOW_S, Telemetry
 from prfaas_env.theory import (
     THRESHOLDS_TOKENS,
@@ -336,6 +336,23 @@ class Planner:
         if self._planned_lengths is None:
             self._planned_lengths = input_law(self._scenario.workload)
         return self._planned_lengths
+
+
+class GuardedPlanningParameters(GuardParameters, PlanningParameters):
+    """Parameters of a rule that plans and converts."""
+
+
+def guarded_planners(
+    scenario: Scenario, parameters: GuardedPlanningParameters
+) -> list[tuple[Planner, ConversionGuard]]:
+    """Planner and conversion guard of each PD cluster, in the order of the deployment."""
+    return [
+        (
+            Planner(scenario, site, parameters),
+            ConversionGuard(parameters, site.cluster, site.index, site.links, scenario.slo),
+        )
+        for site in sites_of(scenario)
+    ]
 
 
 def proposal_for(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from prfaas_env.base import PrfaasError, first_error
 from prfaas_env.profiles.catalogue import load_model, model_names
@@ -163,6 +163,19 @@ def apply_overrides(raw: dict[str, Any], assignments: Sequence[str]) -> None:
     """Apply `dotted.path=value` assignments to raw fields in order; PrfaasError for one that cannot be."""
     for assignment in assignments:
         _override(raw, assignment)
+
+
+def value_at(model: BaseModel, path: str) -> Any:
+    """Value of a field of a model by the path that an override would name it with; None where there is none."""
+    node: Any = model.model_dump(mode="json")
+    for part in path.split("."):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return None
+    return node
 
 
 def _validate(raw: Mapping[str, Any], where: str) -> Scenario:

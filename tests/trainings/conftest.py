@@ -23,6 +23,22 @@ def runner() -> Iterator[EpisodeRunner]:
         yield made
 
 
+class Counting(EpisodeRunner):
+    """Counts the episodes it is given, and stops after some."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__(1)
+        self.asked = 0
+        self._stop_after = stop_after
+
+    def each(self, jobs: Any) -> Iterator[Any]:
+        for k, found in enumerate(super().each(jobs)):
+            if self._stop_after is not None and k >= self._stop_after:
+                raise KeyboardInterrupt
+            self.asked += 1
+            yield found
+
+
 def quick(**changes: Any) -> TrainingConfig:
     """A training of seconds: two envs in this process, minute-long episodes."""
     fields: dict[str, Any] = {

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ from prfaas_trainings.compare import (
 from prfaas_trainings.episodes import FIGURE_NAMES, TTFT_EDGES_S, EpisodeRunner, Outcome, Row, parse_row
 from prfaas_trainings.plots import ttft_distribution
 from prfaas_trainings.seeds import SPLITS
+
+from .conftest import Counting
 
 SHORT = load_scenario("paper", overrides=["measure.horizon_s=60"])
 SLICE = load_scenario("mooncake", overrides=["workload.start_s=1200", "measure.horizon_s=330"])
@@ -346,22 +348,6 @@ def test_command_writes_whole_results(tmp_path: Path, run: Callable[..., str]) -
 # ------------------------------------------------------------------------------------- going on with one
 
 
-class _Counting(EpisodeRunner):
-    """Counts the episodes it is given, and stops after some."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        super().__init__(1)
-        self.asked = 0
-        self._stop_after = stop_after
-
-    def each(self, jobs: Any) -> Iterator[Any]:
-        for k, found in enumerate(super().each(jobs)):
-            if self._stop_after is not None and k >= self._stop_after:
-                raise KeyboardInterrupt
-            self.asked += 1
-            yield found
-
-
 def planned(**changes: Any) -> ComparePlan:
     fields: dict[str, Any] = {"seeds": SEEDS, "split": "test", "engine": "simpy"}
     return prepare(**{"scenarios": [SHORT, SLICE], "rows": ROWS[1:], **fields, **changes})
@@ -391,18 +377,18 @@ def test_a_stopped_comparison_goes_on_to_the_same_result(
     reference, whole = kept
     out = tmp_path / "c"
     with pytest.raises(KeyboardInterrupt):
-        run_compare(planned(), _Counting(7), CompareFolder(out, planned()))
+        run_compare(planned(), Counting(7), CompareFolder(out, planned()))
     first = sorted((out / PARTS).iterdir())
     assert [p.name for p in first] == [f"{SHORT.hash}-{seed}.json" for seed in SEEDS[:3]]  # 7 // 2 policies
     stamps = [p.stat().st_mtime_ns for p in first]
-    rest = _Counting()
+    rest = Counting()
     found = run_compare(planned(), rest, CompareFolder(out, planned()))
     assert rest.asked == 2 * 2 * len(SEEDS) - 6
     assert [p.stat().st_mtime_ns for p in first] == stamps
     assert found.json_text() == whole.json_text()
     for path in (reference / PARTS).iterdir():
         assert (out / PARTS / path.name).read_text() == path.read_text()
-    again = _Counting()
+    again = Counting()
     swapped = planned(scenarios=[SLICE, SHORT], reference="learned")  # neither moves an outcome
     run_compare(swapped, again, CompareFolder(out, swapped))
     assert again.asked == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ from prfaas_trainings.results_targets import (
     share_of_way,
 )
 
-from .conftest import invoke
+from .conftest import Counting, invoke
 
 MODULE = "tests.trainings.test_results_page"
 SEEDS = range(2_000_000, 2_000_006)
@@ -125,22 +125,6 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return to_file
-
-
-class Counting(EpisodeRunner):
-    """Counts the episodes it is given, and stops after some."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        super().__init__(1)
-        self.asked = 0
-        self._stop_after = stop_after
-
-    def each(self, jobs: Any) -> Iterator[Any]:
-        for k, found in enumerate(super().each(jobs)):
-            if self._stop_after is not None and k >= self._stop_after:
-                raise KeyboardInterrupt
-            self.asked += 1
-            yield found
 
 
 def run_all(config: ResultsConfig, out: Path, runner: EpisodeRunner) -> ResultsPlan:

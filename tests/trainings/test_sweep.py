@@ -30,7 +30,7 @@ from prfaas_trainings.study import Study, study_of_options
 from prfaas_trainings.sweep import CELLS, Plan, SweepFolder, SweepResult, prepare, run_sweep
 from prfaas_trainings.sweep_plots import spans_a_decade
 
-from .conftest import _APP
+from .conftest import _APP, Counting
 
 LINK = "deployment.links.0.capacity_bps"
 SEEDS = range(2_000_000, 2_000_005)
@@ -106,36 +106,20 @@ def test_json_says_what_was_swept_and_how(swept: tuple[Plan, Path]) -> None:
     assert content["policies"]["static"]["policy_hash"] == plan.facts[0].hash
 
 
-class _Counting(EpisodeRunner):
-    """Counts the episodes it is given, and stops after some."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        super().__init__(1)
-        self.asked = 0
-        self._stop_after = stop_after
-
-    def each(self, jobs: Any) -> Iterator[Any]:
-        for k, found in enumerate(super().each(jobs)):
-            if self._stop_after is not None and k >= self._stop_after:
-                raise KeyboardInterrupt
-            self.asked += 1
-            yield found
-
-
 def test_a_stopped_sweep_goes_on_to_the_same_result(swept: tuple[Plan, Path], tmp_path: Path) -> None:
     plan, reference = swept
     out = tmp_path / "s"
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(plan, SweepFolder(out, plan), _Counting(13))
+        run_sweep(plan, SweepFolder(out, plan), Counting(13))
     assert [f.name for f in (out / CELLS).iterdir()] == ["0000.json"]  # the second cell was not whole
     first = (out / CELLS / "0000.json").stat().st_mtime_ns
-    rest = _Counting()
+    rest = Counting()
     run_sweep(plan, SweepFolder(out, plan), rest)
     assert rest.asked == 10
     assert (out / CELLS / "0000.json").stat().st_mtime_ns == first
     for name in ("0000.json", "0001.json"):
         assert (out / CELLS / name).read_text() == (reference / CELLS / name).read_text()
-    again = _Counting()
+    again = Counting()
     run_sweep(plan, SweepFolder(out, plan), again)
     assert again.asked == 0
 

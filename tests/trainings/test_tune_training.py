@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.scenarios.loader import value_at
 from prfaas_trainings import training
 from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.episodes import EpisodeRunner
 from prfaas_trainings.training import TrainingResult, Validated
 from prfaas_trainings.tune import Told
 from prfaas_trainings.tune_config import Tuning, load_tuning, tuning_names
-from prfaas_trainings.tune_training import CONFIG_FILE, TrainingTuning, value_at
+from prfaas_trainings.tune_training import CONFIG_FILE, TrainingTuning
 
 from .conftest import invoke
 

@@ -198,8 +198,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Outcomes of every policy on every scenario and seed, and what follows from them."""
+class ComparePlan:
+    """A comparison ready to run: scenarios and policies checked, seeds chosen."""
 
     scenarios: tuple[Scenario, ...]
     labels: tuple[str, ...]
@@ -209,6 +209,45 @@ class Comparison:
     split: Split
     engine: str
     reference: int
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(scenario, seed) of each part: all policies on one world."""
+        return tuple((s, seed) for s in range(len(self.scenarios)) for seed in self.seeds)
+
+    def configuration(self) -> dict[str, Any]:
+        """Everything that an outcome depends on, as it stands in `compare.json`."""
+        return {
+            "format": FORMAT,
+            **what_runs(self.rows, self.facts, self.seeds, self.split, self.engine),
+            "scenarios": {
+                label: {
+                    "scenario_hash": scenario.hash,
+                    "hash_by_policy": {
+                        row.label: row.scenario(scenario).hash for row in self.rows if row.deployment
+                    },
+                }
+                for label, scenario in zip(self.labels, self.scenarios, strict=True)
+            },
+        }
+
+    def part(self, s: int, seed: int) -> Part:
+        """Every policy on one seed of a scenario."""
+        scenario = self.scenarios[s]
+        return Part(
+            f"scenario {self.labels[s]}, seed {seed}",
+            tuple(
+                Job(row.scenario(scenario), row, seed, self.engine, per_request=is_trace(scenario))
+                for row in self.rows
+            ),
+            tuple(f"policy {row.label}" for row in self.rows),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison(ComparePlan):
+    """Outcomes of every policy on every scenario and seed of a plan, and what follows from them."""
+
     outcomes: dict[tuple[int, int], tuple[Outcome, ...]]
     """(scenario, row) to one outcome per seed."""
 
@@ -486,53 +525,6 @@ def _nan_last(values: FloatArray) -> float:
     return math.inf if math.isnan(mean) else mean
 
 
-@dataclass(frozen=True)
-class ComparePlan:
-    """A comparison ready to run: scenarios and policies checked, seeds chosen."""
-
-    scenarios: tuple[Scenario, ...]
-    labels: tuple[str, ...]
-    rows: tuple[Row, ...]
-    facts: tuple[PolicyFacts, ...]
-    seeds: range
-    split: Split
-    engine: str
-    reference: int
-
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """(scenario, seed) of each part: all policies on one world."""
-        return tuple((s, seed) for s in range(len(self.scenarios)) for seed in self.seeds)
-
-    def configuration(self) -> dict[str, Any]:
-        """Everything that an outcome depends on, as it stands in `compare.json`."""
-        return {
-            "format": FORMAT,
-            **what_runs(self.rows, self.facts, self.seeds, self.split, self.engine),
-            "scenarios": {
-                label: {
-                    "scenario_hash": scenario.hash,
-                    "hash_by_policy": {
-                        row.label: row.scenario(scenario).hash for row in self.rows if row.deployment
-                    },
-                }
-                for label, scenario in zip(self.labels, self.scenarios, strict=True)
-            },
-        }
-
-    def part(self, s: int, seed: int) -> Part:
-        """Every policy on one seed of a scenario."""
-        scenario = self.scenarios[s]
-        return Part(
-            f"scenario {self.labels[s]}, seed {seed}",
-            tuple(
-                Job(row.scenario(scenario), row, seed, self.engine, per_request=is_trace(scenario))
-                for row in self.rows
-            ),
-            tuple(f"policy {row.label}" for row in self.rows),
-        )
-
-
 class CompareFolder(PartsFolder):
     """A comparison's folder, new or to be gone on with.
 
@@ -658,14 +650,7 @@ def run_compare(
     if folder is not None:
         found = {(s, seed): folder.read(s, seed) for s, seed in plan.parts}
     return Comparison(
-        scenarios=plan.scenarios,
-        labels=plan.labels,
-        rows=plan.rows,
-        facts=plan.facts,
-        seeds=plan.seeds,
-        split=plan.split,
-        engine=plan.engine,
-        reference=plan.reference,
+        **vars(plan),
         outcomes={
             (s, r): tuple(found[s, seed][r] for seed in plan.seeds)
             for s in range(len(plan.scenarios))

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
-from prfaas_env.scenarios.loader import read_yaml
+from prfaas_env.scenarios.loader import read_yaml, value_at
 from prfaas_trainings.config import config_folder
 from prfaas_trainings.episodes import FIGURE_NAMES
 
@@ -137,15 +137,8 @@ def text_of(value: Any) -> str:
 
 def _number(scenario: Scenario, path: str) -> float | None:
     """Value of a field of the resolved scenario ("5 Gbps" is then 5e9), None where it is not a number."""
-    node: Any = scenario.model_dump(mode="json")
-    for part in path.split("."):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict) and part in node:
-            node = node[part]
-        else:
-            return None
-    return float(node) if isinstance(node, int | float) and not isinstance(node, bool) else None
+    value = value_at(scenario, path)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 # ------------------------------------------------------------------------------------ study files

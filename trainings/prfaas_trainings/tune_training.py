@@ -10,8 +10,9 @@ from typing import Any
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from prfaas_env.base import PrfaasError, write_whole
+from prfaas_env.scenarios.loader import value_at
 from prfaas_trainings.compare import versions
-from prfaas_trainings.config import TrainingConfig, load_config
+from prfaas_trainings.config import load_config
 from prfaas_trainings.episodes import EpisodeRunner
 from prfaas_trainings.parts import PartsFolder
 from prfaas_trainings.tune import (
@@ -70,19 +71,6 @@ def describe(best: BestTraining) -> str:
 def assignments(values: Parameters) -> list[str]:
     """Values as `field.path=value`."""
     return [f"{name}={json.dumps(value)}" for name, value in values.items()]
-
-
-def value_at(config: TrainingConfig, path: str) -> Any:
-    """Value of a field of a configuration by its path; None where there is none."""
-    node: Any = config.model_dump(mode="json")
-    for part in path.split("."):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict) and part in node:
-            node = node[part]
-        else:
-            return None
-    return node
 
 
 class TrainingTuning:

@@ -133,6 +133,15 @@ class LoadResult:
         """Finished requests per second."""
         return self.finished / self.elapsed_s if self.elapsed_s else 0.0
 
+    def count(self, client: LoadClient, good: bool) -> None:
+        """Take in a request that has just ended."""
+        if good:
+            self.finished += 1
+            self.first_s.append(client.first_s - client.sent_s)
+            self.whole_s.append(time.perf_counter() - client.sent_s)
+        else:
+            self.failed += 1
+
 
 class LoadClient(asyncio.Protocol):
     """One connection that sends one request at a time."""
@@ -219,12 +228,7 @@ async def closed_load(
     def ended(client: LoadClient, good: bool) -> None:
         now = loop.time()
         if now >= began:
-            if good:
-                result.finished += 1
-                result.first_s.append(client.first_s - client.sent_s)
-                result.whole_s.append(time.perf_counter() - client.sent_s)
-            else:
-                result.failed += 1
+            result.count(client, good)
         if now >= stop:
             done.set()
         elif client.open:
@@ -257,12 +261,7 @@ async def open_load(
         nonlocal open_now
         open_now -= 1
         if client.sent_at >= began:
-            if good:
-                result.finished += 1
-                result.first_s.append(client.first_s - client.sent_s)
-                result.whole_s.append(time.perf_counter() - client.sent_s)
-            else:
-                result.failed += 1
+            result.count(client, good)
         if client.open:
             idle.append(client)
 
