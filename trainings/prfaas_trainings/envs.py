@@ -470,7 +470,10 @@ class TrainingEnvs:
 
     def end(self) -> None:
         """End the workers at once; after a failure the usual way would wait for answers that never come."""
-        for process in self._processes():
+        processes = self._processes()
+        if not processes:
+            self.vec_env.close()  # nobody to wait for, and the episode files are open here
+        for process in processes:
             process.terminate()
             process.join(timeout=10)
 
