@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +20,7 @@ from prfaas_env.decision import ClusterDecision
 from prfaas_env.scenarios import load_scenario
 from prfaas_env.simulator.world import draw_world
 from prfaas_serving import bench, demo
+from prfaas_serving.fake.load import wait_until
 from prfaas_serving.fake.spec import FakeSpec
 from prfaas_serving.fake.worker import FakeWorker
 from prfaas_serving.running import run_loop
@@ -105,3 +107,31 @@ def test_the_benchmark_gives_its_figures() -> None:
         assert {f"{kind}_direct_rps", f"{kind}_added_p50_ms", f"{kind}_added_p99_ms"} <= set(figures)
     assert figures["stream_cpu_rps"].at_least == 500
     assert figures["unary_cpu_rps"].at_least == 1000
+    assert figures["pause_p99_ms"].value >= 0
+    assert len(figures["pause_p99_ms"].samples) == len(figures["unary_added_p99_ms"].samples) == 4
+
+
+def test_even_times_are_kept_while_the_loop_goes_on() -> None:
+    async def measured() -> list[tuple[float, int]]:
+        turns, ended = 0, False
+
+        async def other() -> None:
+            nonlocal turns
+            while not ended:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        found = []
+        for pause_s in (-1.0, 0.001, 0.05):  # gone; turns alone; a timer and turns
+            before, at_s = turns, time.perf_counter() + pause_s
+            await wait_until(at_s)
+            found.append((time.perf_counter() - at_s, turns - before))
+        ended = True
+        await task
+        return found
+
+    found = run_loop(measured())
+    assert all(late_s >= 0 for late_s, _ in found), "never early"
+    assert found[0][1] == 0, "a time that is gone is not waited for"
+    assert found[2][1] > 0, "workers in the same loop answer meanwhile"
