@@ -33,6 +33,8 @@ LIGHT = 0.3
 #: Windows of added time per measurement of speed, and the length of one relative to it. A stall of the machine of 40 ms
 #: is the slowest hundredth of four seconds, whatever runs there: a short window may be free of them.
 _WINDOWS, _WINDOW = 4, 0.25
+#: Least requests in a window, however slow the machine.
+_LEAST = 10
 #: Loops of `_work`: about a millisecond.
 _LOOPS = 12_000
 _HOST = "127.0.0.1"
@@ -147,10 +149,11 @@ async def _figures(port: int, router: int, direct: int, seconds: float, repeats:
             f"the same direct to a worker: {what}", "req/s, wall", tuple(r.rps for r in bare), "highest"
         )
         light = LIGHT * max(rates)
+        window_s = max(seconds * _WINDOW, _LEAST / light)
         added: dict[float, list[float]] = {50: [], 99: []}
         for _ in range(repeats * _WINDOWS):
-            direct_s = await open_load(direct, request, light, seconds * _WINDOW)
-            router_s = await open_load(port, request, light, seconds * _WINDOW)
+            direct_s = await open_load(direct, request, light, window_s)
+            router_s = await open_load(port, request, light, window_s)
             _refuse_failures([direct_s, router_s])
             for q, values in added.items():
                 values.append(_quantile_ms(router_s, q) - _quantile_ms(direct_s, q))
