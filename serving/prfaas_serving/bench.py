@@ -30,8 +30,8 @@ from prfaas_serving.running import run_loop
 CHUNKS = 33
 #: Share of the measured most at which added time is measured.
 LIGHT = 0.3
-#: Windows of added time per measurement of speed, and the length of one relative to it. A stall of the machine of 40 ms
-#: is the slowest hundredth of four seconds, whatever runs there: a short window may be free of them.
+#: Windows of added time per measurement of speed, and the length of one relative to it. The median of the windows
+#: stands for them: the best of many short ones would flatter.
 _WINDOWS, _WINDOW = 4, 0.25
 #: Least requests in a window, however slow the machine.
 _LEAST = 10
@@ -63,7 +63,7 @@ def router_figures(seconds: float, repeats: int) -> Figures:
         "no router, the machine alone: a millisecond of Python work, P99 over P50",
         "ms, wall",
         pauses_ms,
-        "lowest",
+        "median",
     )
     return found
 
@@ -162,7 +162,7 @@ async def _figures(port: int, router: int, direct: int, seconds: float, repeats:
                 f"router at {LIGHT:.0%} of that: added time to the first byte, P{q}, {what}",
                 "ms, wall",
                 tuple(added[q]),
-                "lowest",
+                "median",
                 at_most=most_ms,
             )
     return found
