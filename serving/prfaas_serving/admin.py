@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,7 +97,6 @@ class AdminApi:
         self._router = router
         self._f = router.forwarder
         self._events: dict[str, EngineEvents] = {}
-        self._changing: set[str] = set()
 
     async def handle(self, request: BaseRequest) -> Any:
         """Answer one call.
@@ -183,46 +183,76 @@ class AdminApi:
         self._router.health.watch(worker)
         return worker.as_json(time.monotonic())
 
-    async def change_role(self, worker: Worker, role: RoleName, drain_s: float) -> dict[str, Any]:
+    async def change_role(
+        self, worker: Worker, role: RoleName, drain_s: float, by: str = "operator", switch_s: float = 0.0
+    ) -> dict[str, Any]:
         """Drain a worker, have its engine switch where it must, and relabel it.
 
-        One change at a time per worker; the last usable worker of a role stays. On any failure the worker keeps its
-        role and serves again.
+        One change at a time in the PD cluster; the last usable worker of a role stays. On any failure the worker
+        keeps its role and serves again.
+
+        Args:
+            worker: in the PD cluster.
+            role: new role.
+            drain_s: longest time for its requests to end.
+            by: who ordered it.
+            switch_s: time that it rests after the switch before it serves.
 
         Raises:
             ClientError: refused, not drained in time, or not switched.
         """
+        changes = self._f.fleet.changes
         if worker.cluster != self._f.fleet.pd:
             raise ClientError(409, "workers of a PrfaaS cluster only prefill", "role_refused")
-        if worker.name in self._changing:
-            raise ClientError(409, f"worker {worker.name!r} is changing its role already", "role_refused")
+        if changes.under_way:
+            name = next(iter(changes.under_way))
+            raise ClientError(409, f"worker {name!r} is changing its role; one at a time", "role_refused")
         if worker.role == role:
             return worker.as_json(time.monotonic())
-        self._keep_one(worker, role)
-        self._changing.add(worker.name)
+        self._keep_one(worker)
+        change = changes.begin(worker, role, by)
         worker.draining = True
+        outcome = "cancelled"
         try:
-            try:
-                async with asyncio.timeout(drain_s):
-                    await worker.idle.wait()
-            except TimeoutError:
-                raise ClientError(
-                    409, f"worker {worker.name!r} still has {worker.in_flight} requests", "not_drained"
-                ) from None
+            await self._drained(worker, drain_s)
             await self._switch(worker, role)
+            if switch_s > 0.0:
+                await asyncio.sleep(switch_s)
+                self._keep_one(worker)
             self._f.fleet.relabel(worker, role)
+            outcome = "done"
+        except ClientError as error:
+            outcome = error.code
+            raise
         finally:
             worker.draining = False
-            self._changing.discard(worker.name)
+            changes.end(change, outcome)
             self._f.fleet.freed(worker)
         return worker.as_json(time.monotonic())
 
-    def _keep_one(self, worker: Worker, role: RoleName) -> None:
+    async def _drained(self, worker: Worker, drain_s: float) -> None:
+        """Wait until a worker has neither a request nor KV that is to be fetched from it.
+
+        Gives up when it becomes the last one of its role meanwhile.
+        """
+        end_s = time.monotonic() + drain_s
+        while worker.in_flight or worker.staged:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0:
+                raise ClientError(
+                    409, f"worker {worker.name!r} still has {worker.in_flight} requests", "not_drained"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, 0.5)):
+                    await (worker.idle.wait() if worker.in_flight else asyncio.sleep(0.01))
+            self._keep_one(worker)
+
+    def _keep_one(self, worker: Worker) -> None:
         now_s = time.monotonic()
         pool = self._f.fleet.local_prefill if worker.role == "prefill" else self._f.fleet.decode
         others = [w for w in pool.workers if w is not worker and w.usable(now_s)]
         if not others:
-            raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "role_refused")
+            raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "last_of_role")
 
     async def _switch(self, worker: Worker, role: str) -> None:
         call = role_switch(worker.engine, role)
@@ -242,7 +272,7 @@ class AdminApi:
             status, found = 0, None
         reason = read_role_switch(worker.engine, status, found)
         if reason is not None:
-            raise ClientError(502, f"worker {worker.name!r} did not switch: {reason}", "role_refused")
+            raise ClientError(502, f"worker {worker.name!r} did not switch: {reason}", "not_switched")
 
     def _cache_events(self, worker: Worker, batch: CacheEvents) -> dict[str, Any]:
         index = self._f.index

@@ -271,6 +271,8 @@ class Router:
             raise ClientError(431, f"headers exceed {limits.header_bytes} bytes", "headers_too_large")
         if forwarder.open_requests >= limits.requests:
             self.metrics.rejected.labels("too_many").inc()
+            for listener in forwarder.listeners:
+                listener.rejected(time.monotonic(), "saturated")
             raise ClientError(
                 429, "too many open requests", "saturated", retry_after_s=self.config.retry.retry_after_s
             )

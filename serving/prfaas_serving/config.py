@@ -327,6 +327,9 @@ class RouterConfig(Frozen):
     health: Health = Health()
     link_bps: Bps | None = Field(default=None, gt=0, description="nominal capacity; none = the scenario's")
     drain_s: Seconds = Field(default=30.0, description="SIGTERM: time for open requests to end")
+    time_scale: float = Field(
+        default=1.0, gt=0, le=1e3, description="real seconds per second of the scenario; not 1 only for fakes"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     seed: int = Field(default=0, ge=0, description="of the choice among workers")
 
