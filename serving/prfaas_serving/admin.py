@@ -10,6 +10,9 @@
 | POST /workers/NAME/drain, /undrain | send nothing new there; send again |
 | POST /workers/NAME/role | drain, switch, relabel |
 | POST /workers/NAME/cache_events | cache events of an engine |
+| GET /control | the control loop: mode, policy, guard, alarms, last decision, telemetry and where it comes from |
+| PUT /mode | active, shadow or off |
+| POST /reload | exchange the policy; without `policy` read the present one anew |
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from prfaas_env.base import Frozen, PrfaasError
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_serving.backends.engines import read_role_switch, role_switch
 from prfaas_serving.cache_index import EngineEvents
-from prfaas_serving.config import RoleName, WorkerSpec, validate
+from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
 from prfaas_serving.paths import finite
 from prfaas_serving.requests import ClientError, parse_json
 from prfaas_serving.workers import Worker
@@ -72,6 +75,20 @@ class RoleOrder(Frozen):
 
     role: RoleName
     drain_s: float = Field(default=120.0, gt=0, le=3600)
+
+
+class ModeOrder(Frozen):
+    """A change of the control loop's mode."""
+
+    mode: ControlMode
+    reason: str = Field(default="operator", max_length=200)
+
+
+class ReloadOrder(Frozen):
+    """Another policy, or the present one read anew."""
+
+    policy: str | None = Field(default=None, min_length=1, max_length=1000)
+    reason: str = Field(default="operator", max_length=200)
 
 
 class CacheEvent(Frozen):
@@ -120,9 +137,29 @@ class AdminApi:
                 return self._decision()
             if key == ("POST", "workers"):
                 return self._add(await self._body(request, WorkerSpec))
+            if parts[0] in {"control", "mode", "reload"}:
+                return await self._control(request, key)
         if len(parts) >= 2 and parts[0] == "workers":
             return await self._worker(request, parts[1], "/".join(parts[2:]))
         raise ClientError(404, "no such call", "not_found")
+
+    async def _control(self, request: BaseRequest, key: tuple[str, str]) -> Any:
+        control = self._router.control
+        if control is None:
+            raise ClientError(
+                409, "the configuration has no `control`: there is no control loop", "no_control"
+            )
+        if key == ("PUT", "mode"):
+            order: ModeOrder = await self._body(request, ModeOrder)
+            await control.set_mode(order.mode, order.reason)
+        elif key == ("POST", "reload"):
+            wanted: ReloadOrder = await self._body(request, ReloadOrder)
+            result = await control.reload(wanted.policy, wanted.reason)
+            if result.error is not None:
+                raise ClientError(400, str(result), "reload_failed")
+        elif key != ("GET", "control"):
+            raise ClientError(404, "no such call", "not_found")
+        return control.as_json()
 
     async def _body(self, request: BaseRequest, model: type[Any]) -> Any:
         raw = parse_json(await request.read() or b"{}")

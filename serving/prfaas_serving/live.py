@@ -306,6 +306,8 @@ class LiveTelemetry:
         self.door = DoorMeter(scenario.slo.ttft_s, scenario.slo.tpot_s)
         self.new_lengths: list[int] = []
         """Incremental lengths since the caller last took them away."""
+        self.on_end: Callable[[float, Ended], None] | None = None
+        """Told about every request that is over, after it has been counted."""
         self._others = DoorMeter(scenario.slo.ttft_s, scenario.slo.tpot_s)
         self._conversion_ns = ns_from_s(scenario.control.conversion_interval_s)
         self.pages = LoadPages()
@@ -360,6 +362,8 @@ class LiveTelemetry:
         """A request is over; one that was given up without a first token missed its objective."""
         if ended.ttft_s is None and ended.outcome in {"aborted", "failed"}:
             self.door.missed(self.clock.ns(now_s))
+        if self.on_end is not None:
+            self.on_end(now_s, ended)
 
     # ------------------------------------------------------------------ age of what workers say
 
@@ -556,7 +560,7 @@ class LiveTelemetry:
         }
 
     def _queued_at(self, worker: Worker, fresh: bool, started: int, waiting: int) -> int:
-        """Own requests at a worker whose KV is there and that have no slot: by its page, else by the profile's slots."""
+        """Own requests there whose KV has come and that have no slot: by its page, else by the profile's slots."""
         deferred = worker.load.fields.get(_DEFERRED)
         if fresh and deferred is not None:
             told = max(worker.load.waiting - deferred, 0.0)
