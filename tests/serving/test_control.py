@@ -313,9 +313,7 @@ def test_whatever_is_asked_for_bounds_hold(wanted: list[float], factor: float | 
                 assert last / factor * 0.99 <= max(b.threshold, 128.0) <= last * factor * 1.01
             last = max(b.threshold, 128.0)
 
-    bench(
-        work, threshold_min_tokens=100, threshold_max_tokens=200_000, threshold_factor_per_s=factor
-    )
+    bench(work, threshold_min_tokens=100, threshold_max_tokens=200_000, threshold_factor_per_s=factor)
 
 
 # ------------------------------------------------------------------------------------------------ outages
