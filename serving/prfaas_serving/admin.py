@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from prfaas_serving.app import Router
 
 
+#: Waits between the tries to have an engine switch its role.
+_SWITCH_PAUSES_S = (0.05, 0.3)
+
+
 class DecisionOrder(Frozen):
     """A decision as an operator writes it; `version` refuses it if another change came between."""
 
@@ -252,7 +256,7 @@ class AdminApi:
         outcome = "cancelled"
         try:
             await self._drained(worker, drain_s)
-            await self._switch(worker, role)
+            await self._switched(worker, role)
             if switch_s > 0.0:
                 await asyncio.sleep(switch_s)
                 self._keep_one(worker)
@@ -290,6 +294,15 @@ class AdminApi:
         others = [w for w in pool.workers if w is not worker and w.usable(now_s)]
         if not others:
             raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "last_of_role")
+
+    async def _switched(self, worker: Worker, role: str) -> None:
+        """Have the engine switch; it may need a moment to see that its last request is over."""
+        for pause_s in _SWITCH_PAUSES_S:
+            try:
+                return await self._switch(worker, role)
+            except ClientError:
+                await asyncio.sleep(pause_s)
+        return await self._switch(worker, role)
 
     async def _switch(self, worker: Worker, role: str) -> None:
         call = role_switch(worker.engine, role)

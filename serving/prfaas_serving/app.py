@@ -204,11 +204,11 @@ class Router:
         self.health = make_health(self.forwarder)
         self.discoverer = make_discoverer(self.forwarder, self.health, self.resolved.where)
         self.admin = make_admin(self)
-        if self.config.control is not None:
-            self.control = self._make_control(self.forwarder, self.admin.change_role)
-            self.metrics.watch_control(self.control)
         listen = self.config.listen
         try:
+            if self.config.control is not None:
+                self.control = self._make_control(self.forwarder, self.admin.change_role)
+                self.metrics.watch_control(self.control)
             await self._public.start(listen.host, listen.port, self._tls, "listen")
             self.port = self._public.port
             if self._admin is not None and self.config.admin is not None:

@@ -210,6 +210,8 @@ class ControlLoop:
         )
         scenario = resolved.scenario
         self.control_ns = ns_from_s(scenario.control.control_interval_s)
+        self.patience_s = max(self.control_ns / NS_PER_S * self.clock.time_scale, 0.05)
+        """How long a policy may take, real seconds: one interval."""
         self._drain_s = settings.drain_s or scenario.conversion.drain_limit_s * self.clock.time_scale
         self._pool = ThreadPoolExecutor(1, "policy")
         context = PolicyContext(scenario, self.live.schema, forwarder.config.seed)
@@ -453,10 +455,9 @@ class ControlLoop:
         """What policy and rule say; neither is asked without a good reading."""
         policy = rule = _Asked(None)
         if telemetry is not None and self.guard != "hold" and self.mode != "off" and not self._blind(now_s):
-            patience_s = self.control_ns / NS_PER_S * self.clock.time_scale
-            policy = await self._policy.ask(telemetry, max(patience_s, 0.05))
+            policy = await self._policy.ask(telemetry, self.patience_s)
             if self.mode == "shadow":
-                rule = await self._rule.ask(telemetry, max(patience_s, 0.05))
+                rule = await self._rule.ask(telemetry, self.patience_s)
         if policy.error is None and policy.fresh:
             self._failing_since_s = None
         elif policy.error is not None and self._failing_since_s is None:

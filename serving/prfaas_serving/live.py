@@ -13,6 +13,7 @@ from itertools import islice
 
 from prfaas_env.decision import legal_moves
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, NS_PER_S, ns_from_s
+from prfaas_env.simulator.world import scenario_schema
 from prfaas_env.telemetry import (
     DoorMeter,
     LinkMeter,
@@ -21,7 +22,6 @@ from prfaas_env.telemetry import (
     decision_fields,
     decode_work_s,
     pack,
-    schema_for,
 )
 from prfaas_serving.backends.engines import LOAD_PATH
 from prfaas_serving.choice import Route
@@ -300,9 +300,7 @@ class LiveTelemetry:
         self._stale_after_s = stale_after_s
         self._scenario = scenario
         self._pd = resolved.pd_index
-        self.schema: TelemetrySchema = schema_for(
-            len(deployment.pd), len(deployment.prfaas), len(deployment.links)
-        )
+        self.schema: TelemetrySchema = scenario_schema(scenario)
         self.door = DoorMeter(scenario.slo.ttft_s, scenario.slo.tpot_s)
         self.new_lengths: list[int] = []
         """Incremental lengths since the caller last took them away."""

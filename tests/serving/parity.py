@@ -62,7 +62,7 @@ slo: {ttft_s: 4, tpot_s: 0.03}
 class Within:
     """How near two readings of a field must be: |a - b| <= abs_ + rel * max(|a|, |b|) in `share` of the intervals."""
 
-    abs_: float = 1e-9
+    abs_: float = 1e-8
     rel: float = 1e-9
     share: float = 1.0
 

@@ -138,8 +138,9 @@ def bench(work: Callable[[Bench], Coroutine[Any, Any, None]], **control: Any) ->
             return {}
 
         loop = ControlLoop(forwarder, change_role, start_s=T0)
+        loop.patience_s = 60.0  # a busy machine is no slow policy
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 await work(Bench(loop, forwarder, orders))
         finally:
             await loop.close()
@@ -428,15 +429,16 @@ def test_a_policy_that_takes_too_long_does_not_stop_the_loop() -> None:
             return Decision((ClusterDecision(threshold_tokens=1234.0),))
 
         Scripted.say = staticmethod(slow)  # type: ignore[assignment]
-        b.control.control_ns = 1_000_000_000
-        b.control.clock.time_scale = 0.01
+        b.control.patience_s = 0.02
         (line,) = (await b.ticks(1))[-1:]
         assert line.by == "hold"
         assert "no answer" in line.reason
         (line,) = (await b.ticks(1))[-1:]
         assert "has not answered" in line.reason
         hold = False
-        await asyncio.sleep(0.1)
+        b.control.patience_s = 60.0
+        while not b.control._policy._running.done():  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
         says(1500.0)
         await b.ticks(4)
         assert b.threshold == 1500
@@ -530,7 +532,7 @@ def test_an_operators_own_move_is_noticed_and_respected() -> None:
         assert b.orders == []
         assert (lines[0].values[b.control.live.schema.index["pd0.prefill_instances"]]) == 3
         assert all(line.legal_moves == ((False, True, False),) for line in lines[1:])
-        await b.ticks(40)
+        await b.ticks(20)
         assert len(b.orders) == 1, "after the stated time it may"
 
     bench(work, manual_hold_s=100.0)
