@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Run the demonstration; its results go to runs/demo
 	$(VENV)/bin/prfaas demo --out runs/demo
 
-demo-serving: install ## Run the router on a fake cluster at several thresholds and margins
+demo-serving: install ## Run the router on a fake cluster: thresholds, margins, policies
 	$(PY) -m prfaas_serving.demo
 
 bench: install ## Measure speed and memory against the targets (results: runs/bench.json)

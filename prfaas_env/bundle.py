@@ -306,6 +306,11 @@ class ReloadablePolicy:
         """Which policy decides now."""
         return self._active
 
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides now."""
+        return self._policy
+
     def reload(self, spec: str | None = None) -> ReloadResult:
         """Put another policy in place, or the same one read anew; one that is wrong leaves the present one there."""
         wanted = self._active.spec if spec is None else spec

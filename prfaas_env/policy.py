@@ -7,6 +7,7 @@ both call `reset` once and then `decide` on every tick of the fast clock.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -173,6 +174,12 @@ def ticks_between_decisions(policy: Policy, control_interval_s: float) -> int:
             f"scenario's control_interval_s {control_interval_s:g}"
         )
     return ticks
+
+
+def policy_hash(policy: Policy, spec: str) -> str:
+    """12 hex digits that say which policy it is: of a learned policy's file, otherwise of the spec."""
+    own = getattr(policy, "fingerprint", None)
+    return own if isinstance(own, str) else hashlib.sha256(spec.encode()).hexdigest()[:12]
 
 
 def policy_names() -> list[str]:

@@ -149,11 +149,49 @@ def simulate(
         The episode with its metrics.
     """
     world = draw_world(scenario, seed, n_requests=n_requests, horizon_s=duration_s, whole_trace=whole_trace)
-    drain = n_requests is not None or whole_trace
-    end_s = duration_s if duration_s is not None else scenario.measure.horizon_s
-    end_ns = NEVER_NS if drain else ns_from_s(end_s)
+    return run_world(
+        world,
+        policy,
+        engine=engine,
+        end_s=duration_s if duration_s is not None else scenario.measure.horizon_s,
+        drain=n_requests is not None or whole_trace,
+        timeline=timeline,
+        policy_seed=policy_seed,
+    )
+
+
+def run_world(
+    world: World,
+    policy: Policy,
+    *,
+    engine: str = DEFAULT_ENGINE,
+    end_s: float | None = None,
+    drain: bool = False,
+    timeline: bool = False,
+    policy_seed: int = 0,
+    planned: Scenario | None = None,
+) -> Episode:
+    """Run one episode of a world that is there already, drawn or recorded.
+
+    Args:
+        world: requests, links and faults; its scenario gives clusters, clocks and objectives.
+        policy: as in `simulate`.
+        engine: engine name.
+        end_s: the run stops here; default the horizon of the world's scenario. Not with `drain`.
+        drain: run to the last finish instead.
+        timeline: as in `simulate`.
+        policy_seed: seed of the policy's own randomness.
+        planned: the scenario that the policy is told of; default that of the world.
+
+    Returns:
+        The episode with its metrics.
+    """
+    scenario = world.scenario
+    stop_s = scenario.measure.horizon_s if end_s is None else end_s
+    end_ns = NEVER_NS if drain else ns_from_s(stop_s)
     run = EpisodeRun(world, engine)
-    begin_episode(policy, PolicyContext(scenario, world.schema, policy_seed), run.engine)
+    context = PolicyContext(scenario if planned is None else planned, world.schema, policy_seed)
+    begin_episode(policy, context, run.engine)
     # the end of a drained run is looked for on every tick
     step = 1 if drain or timeline else ticks_between_decisions(policy, scenario.control.control_interval_s)
     rows: list[tuple[float, ...]] = []

@@ -10,11 +10,15 @@
 | POST /workers/NAME/drain, /undrain | send nothing new there; send again |
 | POST /workers/NAME/role | drain, switch, relabel |
 | POST /workers/NAME/cache_events | cache events of an engine |
+| GET /control | the control loop: mode, policy, guard, alarms, last decision, telemetry and where it comes from |
+| PUT /mode | active, shadow or off |
+| POST /reload | exchange the policy; without `policy` read the present one anew |
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,13 +33,17 @@ from prfaas_env.base import Frozen, PrfaasError
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_serving.backends.engines import read_role_switch, role_switch
 from prfaas_serving.cache_index import EngineEvents
-from prfaas_serving.config import RoleName, WorkerSpec, validate
+from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
 from prfaas_serving.paths import finite
 from prfaas_serving.requests import ClientError, parse_json
 from prfaas_serving.workers import Worker
 
 if TYPE_CHECKING:
     from prfaas_serving.app import Router
+
+
+#: Waits between the tries to have an engine switch its role.
+_SWITCH_PAUSES_S = (0.05, 0.3)
 
 
 class DecisionOrder(Frozen):
@@ -73,6 +81,20 @@ class RoleOrder(Frozen):
     drain_s: float = Field(default=120.0, gt=0, le=3600)
 
 
+class ModeOrder(Frozen):
+    """A change of the control loop's mode."""
+
+    mode: ControlMode
+    reason: str = Field(default="operator", max_length=200)
+
+
+class ReloadOrder(Frozen):
+    """Another policy, or the present one read anew."""
+
+    policy: str | None = Field(default=None, min_length=1, max_length=1000)
+    reason: str = Field(default="operator", max_length=200)
+
+
 class CacheEvent(Frozen):
     """One cache event of an engine, in vLLM's words."""
 
@@ -96,7 +118,6 @@ class AdminApi:
         self._router = router
         self._f = router.forwarder
         self._events: dict[str, EngineEvents] = {}
-        self._changing: set[str] = set()
 
     async def handle(self, request: BaseRequest) -> Any:
         """Answer one call.
@@ -120,9 +141,29 @@ class AdminApi:
                 return self._decision()
             if key == ("POST", "workers"):
                 return self._add(await self._body(request, WorkerSpec))
+            if parts[0] in {"control", "mode", "reload"}:
+                return await self._control(request, key)
         if len(parts) >= 2 and parts[0] == "workers":
             return await self._worker(request, parts[1], "/".join(parts[2:]))
         raise ClientError(404, "no such call", "not_found")
+
+    async def _control(self, request: BaseRequest, key: tuple[str, str]) -> Any:
+        control = self._router.control
+        if control is None:
+            raise ClientError(
+                409, "the configuration has no `control`: there is no control loop", "no_control"
+            )
+        if key == ("PUT", "mode"):
+            order: ModeOrder = await self._body(request, ModeOrder)
+            await control.set_mode(order.mode, order.reason)
+        elif key == ("POST", "reload"):
+            wanted: ReloadOrder = await self._body(request, ReloadOrder)
+            result = await control.reload(wanted.policy, wanted.reason)
+            if result.error is not None:
+                raise ClientError(400, str(result), "reload_failed")
+        elif key != ("GET", "control"):
+            raise ClientError(404, "no such call", "not_found")
+        return control.as_json()
 
     async def _body(self, request: BaseRequest, model: type[Any]) -> Any:
         raw = parse_json(await request.read() or b"{}")
@@ -183,46 +224,85 @@ class AdminApi:
         self._router.health.watch(worker)
         return worker.as_json(time.monotonic())
 
-    async def change_role(self, worker: Worker, role: RoleName, drain_s: float) -> dict[str, Any]:
+    async def change_role(
+        self, worker: Worker, role: RoleName, drain_s: float, by: str = "operator", switch_s: float = 0.0
+    ) -> dict[str, Any]:
         """Drain a worker, have its engine switch where it must, and relabel it.
 
-        One change at a time per worker; the last usable worker of a role stays. On any failure the worker keeps its
-        role and serves again.
+        One change at a time in the PD cluster; the last usable worker of a role stays. On any failure the worker
+        keeps its role and serves again.
+
+        Args:
+            worker: in the PD cluster.
+            role: new role.
+            drain_s: longest time for its requests to end.
+            by: who ordered it.
+            switch_s: time that it rests after the switch before it serves.
 
         Raises:
             ClientError: refused, not drained in time, or not switched.
         """
+        changes = self._f.fleet.changes
         if worker.cluster != self._f.fleet.pd:
             raise ClientError(409, "workers of a PrfaaS cluster only prefill", "role_refused")
-        if worker.name in self._changing:
-            raise ClientError(409, f"worker {worker.name!r} is changing its role already", "role_refused")
+        if changes.under_way:
+            name = next(iter(changes.under_way))
+            raise ClientError(409, f"worker {name!r} is changing its role; one at a time", "role_refused")
         if worker.role == role:
             return worker.as_json(time.monotonic())
-        self._keep_one(worker, role)
-        self._changing.add(worker.name)
+        self._keep_one(worker)
+        change = changes.begin(worker, role, by)
         worker.draining = True
+        outcome = "cancelled"
         try:
-            try:
-                async with asyncio.timeout(drain_s):
-                    await worker.idle.wait()
-            except TimeoutError:
-                raise ClientError(
-                    409, f"worker {worker.name!r} still has {worker.in_flight} requests", "not_drained"
-                ) from None
-            await self._switch(worker, role)
+            await self._drained(worker, drain_s)
+            await self._switched(worker, role)
+            if switch_s > 0.0:
+                await asyncio.sleep(switch_s)
+                self._keep_one(worker)
             self._f.fleet.relabel(worker, role)
+            outcome = "done"
+        except ClientError as error:
+            outcome = error.code
+            raise
         finally:
             worker.draining = False
-            self._changing.discard(worker.name)
+            changes.end(change, outcome)
             self._f.fleet.freed(worker)
         return worker.as_json(time.monotonic())
 
-    def _keep_one(self, worker: Worker, role: RoleName) -> None:
+    async def _drained(self, worker: Worker, drain_s: float) -> None:
+        """Wait until a worker has neither a request nor KV that is to be fetched from it.
+
+        Gives up when it becomes the last one of its role meanwhile.
+        """
+        end_s = time.monotonic() + drain_s
+        while worker.in_flight or worker.staged:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0:
+                raise ClientError(
+                    409, f"worker {worker.name!r} still has {worker.in_flight} requests", "not_drained"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, 0.5)):
+                    await (worker.idle.wait() if worker.in_flight else asyncio.sleep(0.01))
+            self._keep_one(worker)
+
+    def _keep_one(self, worker: Worker) -> None:
         now_s = time.monotonic()
         pool = self._f.fleet.local_prefill if worker.role == "prefill" else self._f.fleet.decode
         others = [w for w in pool.workers if w is not worker and w.usable(now_s)]
         if not others:
-            raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "role_refused")
+            raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "last_of_role")
+
+    async def _switched(self, worker: Worker, role: str) -> None:
+        """Have the engine switch; it may need a moment to see that its last request is over."""
+        for pause_s in _SWITCH_PAUSES_S:
+            try:
+                return await self._switch(worker, role)
+            except ClientError:
+                await asyncio.sleep(pause_s)
+        return await self._switch(worker, role)
 
     async def _switch(self, worker: Worker, role: str) -> None:
         call = role_switch(worker.engine, role)
@@ -242,7 +322,7 @@ class AdminApi:
             status, found = 0, None
         reason = read_role_switch(worker.engine, status, found)
         if reason is not None:
-            raise ClientError(502, f"worker {worker.name!r} did not switch: {reason}", "role_refused")
+            raise ClientError(502, f"worker {worker.name!r} did not switch: {reason}", "not_switched")
 
     def _cache_events(self, worker: Worker, batch: CacheEvents) -> dict[str, Any]:
         index = self._f.index

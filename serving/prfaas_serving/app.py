@@ -161,6 +161,7 @@ class Router:
     def __init__(self, resolved: Resolved) -> None:
         # here, for they use this class's parts
         from prfaas_serving.admin import AdminApi
+        from prfaas_serving.control import ControlLoop
         from prfaas_serving.discovery import Discoverer
         from prfaas_serving.health import HealthChecker
 
@@ -181,6 +182,9 @@ class Router:
             self._token = config.admin.token().encode()
             self._admin = Port(self._handle_admin, body_bytes=2**20, cancel=False)
         self._make = (AdminApi, Discoverer, HealthChecker)
+        self._make_control = ControlLoop
+        self.control: ControlLoop | None = None
+        """None when the configuration has no `control`."""
         self._tasks: list[asyncio.Task[None]] = []
         self._table: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -202,6 +206,9 @@ class Router:
         self.admin = make_admin(self)
         listen = self.config.listen
         try:
+            if self.config.control is not None:
+                self.control = self._make_control(self.forwarder, self.admin.change_role)
+                self.metrics.watch_control(self.control)
             await self._public.start(listen.host, listen.port, self._tls, "listen")
             self.port = self._public.port
             if self._admin is not None and self.config.admin is not None:
@@ -214,6 +221,8 @@ class Router:
             await self.close()
             raise
         self.health.start()
+        if self.control is not None:
+            self.control.start()
 
     async def drain(self, wait_s: float) -> bool:
         """Take nothing new and let open requests end; False if some had to be cut off."""
@@ -230,6 +239,8 @@ class Router:
         await self._public.close()
         if self._admin is not None:
             await self._admin.close()
+        if self.control is not None:
+            await self.control.close()
         await self.discoverer.close()
         await self.health.close()
         await self.forwarder.close(self.config.deadlines.release_s)
@@ -271,6 +282,8 @@ class Router:
             raise ClientError(431, f"headers exceed {limits.header_bytes} bytes", "headers_too_large")
         if forwarder.open_requests >= limits.requests:
             self.metrics.rejected.labels("too_many").inc()
+            for listener in forwarder.listeners:
+                listener.rejected(time.monotonic(), "saturated")
             raise ClientError(
                 429, "too many open requests", "saturated", retry_after_s=self.config.retry.retry_after_s
             )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from prfaas_env.bundle import ReloadablePolicy
+from prfaas_env.policy import PolicyContext
 from prfaas_env.scenarios.loader import read_yaml
+from prfaas_env.simulator.world import scenario_schema
 from prfaas_serving.app import server_ssl
 from prfaas_serving.config import Resolved, WorkersFile, validate
 from prfaas_serving.length import load_tokenizer
@@ -28,3 +31,7 @@ def check_files(resolved: Resolved) -> None:
         )
         for spec in found.workers:
             resolved.check_worker(spec, config.discovery.file)
+    if config.control is not None:
+        context = PolicyContext(resolved.scenario, scenario_schema(resolved.scenario), config.seed)
+        for spec in (config.control.policy, config.control.rule):
+            ReloadablePolicy(spec).reset(context)

@@ -123,7 +123,7 @@ class Chooser:
                 best, best_s = name, predicted_s
         if holder.margin_s is not None and has_local:
             local_s = self._paths.local_s(self._local_state(now_s), tokens - own, own)
-            if not offload_by_margin(best_s, local_s, holder.margin_s):
+            if not offload_by_margin(best_s, local_s, holder.margin_s * self._paths.time_scale):
                 return self._local(incremental, own, "rule")
         return self._remote(best, incremental, cached, had, has_local)
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from prfaas_env.base import Bps, Frozen, PrfaasError, Seconds, Tokens, first_error
+from prfaas_env.bundle_manifest import is_bundle
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.scenarios.loader import apply_overrides, read_yaml
@@ -307,6 +308,73 @@ class Health(Frozen):
     canary: bool = Field(default=True, description="one real generation per role before /ready")
 
 
+ControlMode = Literal["active", "shadow", "off"]
+
+
+class ControlSettings(Frozen):
+    """The control loop: a policy that decides from live telemetry, and what keeps it within bounds.
+
+    Times are real seconds. The two clocks are the scenario's `control`.
+    """
+
+    policy: str = Field(min_length=1, description="NAME[:key=value,...], a bundle's folder, or module:Class")
+    mode: ControlMode = Field(
+        default="shadow",
+        description="active: the policy acts; shadow: it is asked and logged, `rule` acts; off: nothing acts",
+    )
+    rule: str = Field(default="static", min_length=1, description="what acts in shadow mode, as `policy`")
+    log_file: str | None = Field(default=None, description="decision log, one JSON object per line")
+    log_bytes: int = Field(default=256 << 20, ge=1 << 16, description="size at which a new file is begun")
+    log_keep: int = Field(default=8, ge=0, description="old files kept")
+    stale_after_s: _Positive = Field(
+        default=10.0, description="older figures of a worker hold the last decision"
+    )
+    fallback_after_s: _Positive = Field(
+        default=60.0, description="after so long the planned threshold holds instead, without node moves"
+    )
+    threshold_min_tokens: float = Field(default=0.0, ge=0, description="lowest threshold put in force")
+    threshold_max_tokens: float | None = Field(default=None, gt=0, description="highest one; none = no limit")
+    threshold_factor_per_s: float | None = Field(
+        default=4.0,
+        gt=1,
+        description="most that the threshold changes per second of the scenario; none = any",
+    )
+    margin_min_s: float | None = Field(default=None, ge=-1e6, le=1e6)
+    margin_max_s: float | None = Field(default=None, ge=-1e6, le=1e6)
+    out_of_range_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="fall back when more telemetry fields than this lie outside their range",
+    )
+    moves: bool = Field(default=True, description="whether role changes may be ordered")
+    flip_back_s: Seconds = Field(default=60.0, description="a move that undoes the last one waits so long")
+    manual_hold_s: Seconds = Field(
+        default=600.0, description="no moves so long after an operator changed a role"
+    )
+    drain_s: float | None = Field(
+        default=None, gt=0, description="longest drain; none = the scenario's drain_limit_s"
+    )
+    switch_s: Seconds = Field(default=0.0, description="rest of a worker between two roles")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.fallback_after_s < self.stale_after_s:
+            raise ValueError(
+                f"fallback_after_s {self.fallback_after_s:g} is below stale_after_s {self.stale_after_s:g}"
+            )
+        high = math.inf if self.threshold_max_tokens is None else self.threshold_max_tokens
+        if self.threshold_min_tokens > high:
+            raise ValueError(
+                f"threshold_min_tokens {self.threshold_min_tokens:g} is above threshold_max_tokens {high:g}"
+            )
+        if None not in (self.margin_min_s, self.margin_max_s) and self.margin_min_s > self.margin_max_s:  # type: ignore[operator]
+            raise ValueError(
+                f"margin_min_s {self.margin_min_s:g} is above margin_max_s {self.margin_max_s:g}"
+            )
+        return self
+
+
 class RouterConfig(Frozen):
     """Everything that defines a router."""
 
@@ -319,6 +387,9 @@ class RouterConfig(Frozen):
     workers: tuple[WorkerSpec, ...] = ()
     discovery: Discovery = Discovery()
     decision: DecisionSettings = DecisionSettings()
+    control: ControlSettings | None = Field(
+        default=None, description="none = the decision changes by hand alone"
+    )
     length: Length = Length()
     cache: Cache = Cache()
     deadlines: Deadlines = Deadlines()
@@ -327,6 +398,9 @@ class RouterConfig(Frozen):
     health: Health = Health()
     link_bps: Bps | None = Field(default=None, gt=0, description="nominal capacity; none = the scenario's")
     drain_s: Seconds = Field(default=30.0, description="SIGTERM: time for open requests to end")
+    time_scale: float = Field(
+        default=1.0, gt=0, le=1e3, description="real seconds per second of the scenario; not 1 only for fakes"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     seed: int = Field(default=0, ge=0, description="of the choice among workers")
 
@@ -415,10 +489,10 @@ class Resolved:
             return ClusterDecision(margin_s=settings.margin_s, cache_rule=settings.cache_rule)
         threshold = math.inf if settings.never_remote else settings.threshold_tokens
         if threshold is None:
-            threshold = self._planned_threshold()
+            threshold = self.planned_threshold()
         return ClusterDecision(threshold_tokens=threshold, cache_rule=settings.cache_rule)
 
-    def _planned_threshold(self) -> float:
+    def planned_threshold(self) -> float:
         """The threshold of the rule `static`: the paper's model at the planned load."""
         # solving the model needs scipy, which a router with a given decision does without
         from prfaas_baselines.planning import Planner, PlanningParameters
@@ -465,6 +539,7 @@ class Resolved:
                 "decision",
                 f"{rule}{' (planned for the scenario)' if planned else ''}, cache rule {decision.cache_rule}",
             ),
+            ("control", self._control_mode()),
             ("workers from", ", ".join(found)),
             (
                 "workers",
@@ -482,6 +557,15 @@ class Resolved:
                 "off" if config.admin is None else f"{config.admin.host}:{config.admin.port}, token required",
             ),
         ]
+
+    def _control_mode(self) -> str:
+        c, clocks = self.config.control, self.scenario.control
+        if c is None:
+            return "off: the decision changes by hand alone"
+        acts = {"active": "acts", "shadow": f"is asked, {c.rule} acts", "off": "is not asked"}[c.mode]
+        log = f"decisions logged to {c.log_file}" if c.log_file else "no decision log"
+        moves = f"moves every {clocks.conversion_interval_s:g} s at most" if c.moves else "no moves"
+        return f"{c.mode}: policy {c.policy} {acts} every {clocks.control_interval_s:g} s, {moves}, {log}"
 
     def _cache_mode(self) -> str:
         cache = self.config.cache
@@ -571,7 +655,17 @@ def _relative_to(folder: Path, raw: dict[str, Any]) -> None:
     scenario = raw.get("scenario")
     if isinstance(scenario, str) and scenario.endswith((".yaml", ".yml")):
         raw["scenario"] = str(folder / scenario)
-    for section, field in (("discovery", "file"), ("length", "tokenizer"), ("admin", "token_file")):
+    for section, field in (
+        ("discovery", "file"),
+        ("length", "tokenizer"),
+        ("admin", "token_file"),
+        ("control", "log_file"),
+    ):
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(field), str):
             part[field] = str(folder / part[field])
+    control = raw.get("control")
+    for field in ("policy", "rule") if isinstance(control, dict) else ():
+        spec = control.get(field)
+        if isinstance(spec, str) and "\0" not in spec and is_bundle(str(folder / spec)):
+            control[field] = str(folder / spec)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_serving.paths import finite
 
-Origin = Literal["config", "policy", "admin"]
+Origin = Literal["config", "policy", "rule", "admin"]
 
 
 @dataclass(frozen=True, slots=True)

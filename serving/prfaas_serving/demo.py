@@ -1,4 +1,4 @@
-"""`make demo-serving`: a router in front of a fake cluster under a real trace, at several thresholds and margins."""
+"""`make demo-serving`: a router in front of a fake cluster under a real trace: thresholds, margins, and policies."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ClusterDecision
+from prfaas_env.policy import policy_names
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.world import draw_world
 from prfaas_env.workload.requests import RequestTable
@@ -30,23 +31,28 @@ from prfaas_serving.running import run_loop
 #: Thresholds in tokens and margins in seconds of the table.
 THRESHOLDS = (math.inf, 40_000.0, 19_400.0, 8_000.0, 0.0)
 MARGINS = (0.0, 2.0)
+#: Policies that decide in the control loop; the second is shipped with the agents and may not be installed.
+POLICIES = ("dual_timescale", "learned")
 OUTPUT_TOKENS = 8
 
 
 @dataclass
 class Row:
-    """What one decision gave. Times in seconds of the scenario."""
+    """What one decision, or one policy, gave. Times in seconds of the scenario."""
 
-    decision: ClusterDecision
+    decision: ClusterDecision | str
     ttft_s: list[float] = field(default_factory=list)
     remote: int = 0
     failed: int = 0
     link_bytes: float = 0.0
     elapsed_s: float = 0.0
+    moves: int = 0
 
     @property
     def name(self) -> str:
         """The rule in words."""
+        if isinstance(self.decision, str):
+            return self.decision
         if self.decision.margin_s is not None:
             return f"margin {self.decision.margin_s:g} s"
         threshold = self.decision.threshold_tokens
@@ -55,15 +61,25 @@ class Row:
         return "always remote" if threshold == 0 else f"threshold {threshold:,.0f}"
 
 
-def decisions() -> list[ClusterDecision]:
-    """The decisions of the table."""
+def decisions(policies: Sequence[str] = ()) -> list[ClusterDecision | str]:
+    """The rows of the table: fixed decisions, the policies that are installed, and further ones."""
+    installed = policy_names()
     return [
         *(ClusterDecision(threshold_tokens=t) for t in THRESHOLDS),
         *(ClusterDecision(margin_s=m) for m in MARGINS),
+        *(name for name in POLICIES if name in installed),
+        *policies,
     ]
 
 
-async def load(url: str, requests: RequestTable, time_scale: float, row: Row, number: int) -> None:
+async def load(
+    url: str,
+    requests: RequestTable,
+    time_scale: float,
+    row: Row,
+    number: int,
+    output_tokens: Sequence[int] | None = None,
+) -> None:
     """Send the requests of a trace at their times and wait for all answers; `number` tells loads apart."""
     ids = np.arange(int(requests.input_tokens.max()) + len(requests), dtype=np.int64)
     began = time.monotonic()
@@ -75,7 +91,8 @@ async def load(url: str, requests: RequestTable, time_scale: float, row: Row, nu
             # tokens of its own, so that no two requests of any row share a prefix
             prompt = ids[k : k + int(requests.input_tokens[k])].tolist()
             prompt[0] = 1_000_000 * (number + 1) + k
-            body = {"model": "fake", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True}
+            tokens = OUTPUT_TOKENS if output_tokens is None else output_tokens[k]
+            body = {"model": "fake", "prompt": prompt, "max_tokens": tokens, "stream": True}
             data = orjson.dumps(body)
             await asyncio.sleep(requests.arrival_ns[k] / 1e9 * time_scale - (time.monotonic() - began))
             sent = time.monotonic()
@@ -101,8 +118,11 @@ async def load(url: str, requests: RequestTable, time_scale: float, row: Row, nu
     row.elapsed_s = (time.monotonic() - began) / time_scale
 
 
-def config_of(cluster: FakeCluster, scenario: str) -> RouterConfig:
+def config_of(
+    cluster: FakeCluster, scenario: str, time_scale: float = 1.0, policy: str | None = None
+) -> RouterConfig:
     """A router for a fake cluster: one prefill at a time per worker, as in the simulator."""
+    control = {"policy": policy, "mode": "active", "moves": True}
     return RouterConfig.model_validate(
         {
             "backend": "vllm_nixl",
@@ -110,9 +130,11 @@ def config_of(cluster: FakeCluster, scenario: str) -> RouterConfig:
             "listen": {"port": 0},
             "workers": router_workers(cluster.members),
             "decision": {"never_remote": True},
+            "control": None if policy is None else control,
+            "time_scale": time_scale,
             "limits": {"prefill_per_worker": 1, "queue": 100_000},
             "deadlines": {"queue_s": 600.0, "prefill_floor_s": 120.0, "transfer_floor_s": 60.0},
-            "health": {"ramp_s": 0.0, "probe_s": 0.5},
+            "health": {"ramp_s": 0.0, "probe_s": 0.5, "load_poll_s": max(0.05, min(time_scale, 1.0))},
             "cache": {"enabled": False},
             "log_level": "error",
         }
@@ -120,18 +142,21 @@ def config_of(cluster: FakeCluster, scenario: str) -> RouterConfig:
 
 
 async def measure(
-    scenario: Scenario, requests: RequestTable, chosen: Sequence[ClusterDecision], time_scale: float
+    scenario: Scenario,
+    requests: RequestTable,
+    chosen: Sequence[ClusterDecision | str],
+    time_scale: float,
 ) -> list[Row]:
-    """Run the requests once per decision.
+    """Run the requests once per row, each through a router of its own.
 
     Args:
         scenario: the deployment.
         requests: the load.
-        chosen: one row each.
+        chosen: one row each: a decision that stays, or a policy for the control loop.
         time_scale: real seconds per second of the scenario.
 
     Raises:
-        PrfaasError: the cluster does not come up.
+        PrfaasError: the cluster does not come up, or a policy is wrong.
     """
     # the link carries as many bytes per real second as costs little here
     byte_scale = 2e-3 * time_scale
@@ -141,22 +166,25 @@ async def measure(
     rows = []
     try:
         await cluster.start()
-        router = Router(Resolved(config_of(cluster, scenario.name)))
-        await router.start()
-        try:
-            await _ready(router)
-            for number, decision in enumerate(chosen):
-                row = Row(decision)
+        for number, decision in enumerate(chosen):
+            row = Row(decision)
+            policy = decision if isinstance(decision, str) else None
+            router = Router(Resolved(config_of(cluster, scenario.name, time_scale, policy)))
+            await router.start()
+            try:
+                await _ready(router)
                 before = cluster.link.carried_bytes if cluster.link is not None else 0
-                router.forwarder.holder.set(decision, "admin", "demonstration")
-                await load(
-                    f"http://127.0.0.1:{router.port}/v1/completions", requests, time_scale, row, number
-                )
+                if not isinstance(decision, str):
+                    router.forwarder.holder.set(decision, "admin", "demonstration")
+                url = f"http://127.0.0.1:{router.port}/v1/completions"
+                await load(url, requests, time_scale, row, number)
                 if cluster.link is not None:
                     row.link_bytes = (cluster.link.carried_bytes - before) / byte_scale
+                if router.control is not None:
+                    row.moves = router.control.counts["moves"]
                 rows.append(row)
-        finally:
-            await router.close()
+            finally:
+                await router.close()
     finally:
         await cluster.close()
     return rows
@@ -172,7 +200,7 @@ async def _ready(router: Router) -> None:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """The table of a demonstration."""
-    table = Table("rule", "remote", "mean TTFT (s)", "P50", "P90", "link (Gbit/s)", "failed")
+    table = Table("rule", "remote", "mean TTFT (s)", "P50", "P90", "link (Gbit/s)", "moves", "failed")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
@@ -184,6 +212,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{row.remote / n:.0%}" if n else "-",
             *(f"{v:.2f}" for v in values),
             f"{row.link_bytes * 8 / 1e9 / row.elapsed_s:.2f}" if row.elapsed_s else "-",
+            str(row.moves) if isinstance(row.decision, str) else "-",
             str(row.failed),
         )
     return table
@@ -198,9 +227,13 @@ def demo(
         float,
         typer.Option("--time-scale", min=0.001, max=10, help="Real seconds per second of the scenario."),
     ] = 0.1,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="A further row: a policy or a bundle's folder; may be repeated."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
 ) -> None:
-    """Serve a recorded load on a fake cluster at several thresholds and margins, and compare first-token times."""
+    """Serve a recorded load on a fake cluster by thresholds, margins and policies, and compare first-token times."""
     from prfaas_env.base import write_whole
 
     loaded = load_scenario(scenario)
@@ -213,7 +246,12 @@ def demo(
         "times below are the scenario's",
         highlight=False,
     )
-    rows = run_loop(measure(loaded, requests, decisions(), time_scale))
+    for name in POLICIES:
+        if name not in policy_names():
+            console.print(
+                f"no policy {name!r} is installed: no row; --policy FOLDER names a bundle", highlight=False
+            )
+    rows = run_loop(measure(loaded, requests, decisions(policies or ()), time_scale))
     console.print(table_of(rows))
     if out is not None:
         write_whole(
@@ -230,6 +268,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "requests": n,
         "remote": row.remote,
         "failed": row.failed,
+        "moves": row.moves,
         "mean_ttft_s": float(np.mean(row.ttft_s)) if n else None,
         "p90_ttft_s": float(np.percentile(row.ttft_s, 90)) if n else None,
         "link_bytes": row.link_bytes,

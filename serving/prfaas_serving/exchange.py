@@ -21,7 +21,6 @@ import orjson
 from aiohttp import ClientResponse
 from multidict import CIMultiDict
 
-from prfaas_env.simulator.formulas import decode_step_s
 from prfaas_serving import sse
 from prfaas_serving.answers import (
     Answer,
@@ -36,7 +35,7 @@ from prfaas_serving.backends import Flow, HandOver, Leg
 from prfaas_serving.backends.vllm_mooncake import NoEngineId
 from prfaas_serving.cache_index import Blocks, blocks_of
 from prfaas_serving.choice import Cached, Choice, Route
-from prfaas_serving.forward import Forwarder, Handle
+from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Handle, Outcome
 from prfaas_serving.length import Prompt
 from prfaas_serving.paths import Flow as LinkFlow
 from prfaas_serving.requests import (
@@ -85,7 +84,10 @@ class Exchange:
         self.number = 0
         self.phase = "queue"
         self.first_token_s = 0.0
-        self.output_events = 0
+        self.output_events = self.output_tokens = 0
+        self.tpot_s: float | None = None
+        self.refused: str | None = None
+        """Code of the refusal that the client got."""
         self.usage: dict[str, Any] | None = None
         self.forced: Route | None = None
         """For canaries: take this route and no other."""
@@ -230,6 +232,7 @@ class Exchange:
         _, self._prefill = await pool.acquire(
             f.config.deadlines.queue_s,
             predicted_s,
+            new,
             affinity=self._cached.holder.get(self.route.cluster),
             avoid=self._avoid,
         )
@@ -247,7 +250,11 @@ class Exchange:
                 return f.fleet.pairs.apart(source.name, worker.name, now_s)
 
         worker, self._decode = await f.fleet.decode.acquire(
-            f.config.deadlines.queue_s, affinity=self._cached.decode_holder, avoid=self._avoid, apart=apart
+            f.config.deadlines.queue_s,
+            tokens=1 if self._prompt is None else self._prompt.tokens,
+            affinity=self._cached.decode_holder,
+            avoid=self._avoid,
+            apart=apart,
         )
         return worker
 
@@ -478,6 +485,7 @@ class Exchange:
     def _open_link(self) -> None:
         if self._flow is not None:
             name, flow = self._flow
+            flow.at = "" if self._decode is None else self._decode.worker.name
             self._f.paths.links[name].opened(flow, time.monotonic())
 
     def _settle_link(self, *, arrived: bool) -> None:
@@ -496,6 +504,8 @@ class Exchange:
     def _transferred(self, prefill: Worker, decode: Worker) -> None:
         f = self._f
         self._fetching = False
+        new, cached = self._new_and_cached()
+        decode.told_bits += self._flow[1].bits if self._flow is not None else f.paths.kv_bits(new + cached)
         self._settle_link(arrived=True)
         f.fleet.pairs.worked(prefill.name, decode.name)
         if f.index is not None and self._blocks is not None:
@@ -539,8 +549,7 @@ class Exchange:
         f, tokens = self._f, self.job.max_output_tokens
         if tokens is None:
             return f.config.deadlines.total_s
-        d = f.paths.decode
-        step_s = decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, d.slots, 0)
+        step_s = f.paths.step_s(f.paths.decode.slots)
         return min(f.config.deadlines.generation_factor * step_s * max(tokens, 0), f.config.deadlines.total_s)
 
     def _edited(self, answer: Answer) -> bytes:
@@ -589,6 +598,8 @@ class Exchange:
         f, now_s = self._f, time.monotonic()
         self.first_token_s = now_s
         self.phase = "stream"
+        if self._decode is not None:
+            self._decode.answering = True
         ttft_s = now_s - self.started_s
         f.metrics.ttft.labels(self.route.kind).observe(ttft_s)
         if self.forced is None:
@@ -729,12 +740,13 @@ class Exchange:
         told = self.usage.get("completion_tokens") if self.usage is not None else None
         tokens = told if type(told) is int else max(self.output_events - 1, 1)
         f.metrics.output_tokens.inc(tokens)
+        self.output_tokens = tokens
         if self._cached_tokens:
             f.metrics.cached_tokens.inc(self._cached_tokens)
         if self.job.local_reason is None and self.forced is None:
-            tpot_s = (now_s - self.first_token_s) / max(tokens - 1, 1)
+            self.tpot_s = (now_s - self.first_token_s) / (tokens - 1) if tokens > 1 else 0.0
             for listener in f.listeners:
-                listener.finished(now_s, tokens, tpot_s)
+                listener.finished(now_s, tokens, self.tpot_s)
 
     # ------------------------------------------------------------------ after a failure
 
@@ -885,6 +897,7 @@ class Exchange:
 
     def _refusal(self, message: str, code: str, status: int) -> ClientError:
         f = self._f
+        self.refused = code
         f.metrics.rejected.labels(code).inc()
         for listener in f.listeners if self.forced is None else ():
             listener.rejected(time.monotonic(), code)
@@ -914,6 +927,7 @@ class Exchange:
 
     def _passed_on(self, failure: LegFailure) -> ClientError:
         """A worker's refusal of the client's own mistake, in the worker's words."""
+        self.refused = "client"
         return PassedOn(failure, self._f.addresses())
 
     # ------------------------------------------------------------------ the end
@@ -937,6 +951,7 @@ class Exchange:
         self._settle_link(arrived=False)
         if self._handle is not None:
             f.release(self._handle, self.job, self.attempt_id)
+        self._tell_ended()
         response = self._response
         if response is None:
             return
@@ -946,6 +961,35 @@ class Exchange:
             response.release()
         else:
             f.spawn(read_to_end(response))
+
+    def _tell_ended(self) -> None:
+        """Tell what became of a request that was decided about."""
+        choice, prompt = self.choice, self._prompt
+        if choice is None or prompt is None:
+            return
+        if self.phase == "done":
+            outcome: Outcome = "finished"
+        elif self.refused is not None:
+            outcome = "rejected" if self.refused in REFUSED_CODES else "failed"
+        elif self.stream_failed not in {None, "client_stall"}:
+            outcome = "failed"
+        else:
+            outcome = "aborted"
+        cached = self._cached.by_cluster
+        clusters = (self._f.fleet.pd, *self._f.fleet.remote_prefill)
+        ended = Ended(
+            arrival_s=self.started_s,
+            input_tokens=prompt.tokens,
+            incremental_tokens={name: prompt.tokens - cached.get(name, 0) for name in clusters},
+            output_tokens=self.output_tokens,
+            outcome=outcome,
+            remote=choice.route.kind == "remote",
+            ttft_s=self.first_token_s - self.started_s if self.first_token_s else None,
+            tpot_s=self.tpot_s,
+        )
+        now_s = time.monotonic()
+        for listener in self._f.listeners:
+            listener.ended(now_s, ended)
 
     async def _late(self, task: asyncio.Task[dict[str, Any]], place: Attempt | None) -> None:
         """The client left during a prefill leg: stop it, unless it has ended or is just about to."""

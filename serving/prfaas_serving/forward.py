@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import orjson
@@ -31,6 +31,27 @@ from prfaas_serving.workers import Attempt, Fleet, Worker
 log = logging.getLogger("prfaas_serving.forward")
 
 
+Outcome = Literal["finished", "rejected", "aborted", "failed"]
+#: Codes of refusals for want of room or of workers; other errors are failures.
+REFUSED_CODES = frozenset({"saturated", "busy", "no_endpoint", "no_prefill", "retry_budget"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of a request that a route was chosen for. Times are real seconds."""
+
+    arrival_s: float
+    input_tokens: int
+    incremental_tokens: dict[str, int]
+    """Per cluster, as known at the door."""
+    output_tokens: int
+    outcome: Outcome
+    remote: bool
+    """The route chosen at the door."""
+    ttft_s: float | None
+    tpot_s: float | None
+
+
 class Listener(Protocol):
     """Told about traffic as it happens; what telemetry is fed from. All times are of the monotonic clock."""
 
@@ -47,6 +68,9 @@ class Listener(Protocol):
 
     def rejected(self, now_s: float, reason: str) -> None:
         """It was refused or failed before its first token."""
+
+    def ended(self, now_s: float, ended: Ended) -> None:
+        """A request that a route was chosen for is over, however it ended."""
 
 
 @dataclass(eq=False)
@@ -155,19 +179,23 @@ class Forwarder:
     def hold(self, handle: Handle) -> None:
         """Staged KV exists from now on."""
         self.handles_open += 1
+        handle.prefill.staged += 1
+
+    def _settle(self, handle: Handle) -> None:
+        handle.settled = True
+        self.handles_open -= 1
+        handle.prefill.staged -= 1
 
     def fetched(self, handle: Handle) -> None:
         """The decode side has it."""
         if not handle.settled:
-            handle.settled = True
-            self.handles_open -= 1
+            self._settle(handle)
 
     def release(self, handle: Handle, job: Job, attempt_id: str) -> None:
         """Have staged KV that nobody will decode given back; the second call for a handle does nothing."""
         if handle.settled:
             return
-        handle.settled = True
-        self.handles_open -= 1
+        self._settle(handle)
         leg = self.backend.release_leg(job, handle.handover)
         if leg is not None:
             self.spawn(self._release(leg, job, attempt_id))

@@ -147,7 +147,9 @@ class HealthChecker:
         before = worker.load.fields
         if before.get(_START) is not None and fields.get(_START, before[_START]) != before[_START]:
             self._restarted(worker)
-        worker.load = Load(running, waiting, use, time.monotonic(), max(own, worker.in_flight), fields)
+        worker.load = Load(
+            running, waiting, use, time.monotonic(), max(own, worker.in_flight), worker.told_bits, fields
+        )
         self._moved(worker, fields)
 
     def _restarted(self, worker: Worker) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from prfaas_serving.control import ControlLoop
     from prfaas_serving.forward import Forwarder
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -63,6 +64,10 @@ class Metrics:
     def watch(self, forwarder: Forwarder) -> None:
         """Add the gauges that are read when asked for."""
         self.registry.register(_State(forwarder))
+
+    def watch_control(self, control: ControlLoop) -> None:
+        """Add the gauges of a control loop."""
+        self.registry.register(_Control(control))
 
     def page(self) -> bytes:
         """The text of /metrics."""
@@ -141,3 +146,43 @@ class _State(Collector):
             ("cluster",),
             [((n,), k.observed_bps(now_s)) for n, k in links],
         )
+
+
+class _Control(Collector):
+    def __init__(self, control: ControlLoop) -> None:
+        self._control = control
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: values exist only while they are read."""
+        return []
+
+    def collect(self) -> Iterable[Any]:
+        """Mode, guard, alarms, age of what workers say, ticks and moves."""
+        import time
+
+        c = self._control
+
+        def family(name: str, text: str, label: str | None, rows: dict[str, float]) -> Any:
+            found = GaugeMetricFamily(f"prfaas_router_control_{name}", text, labels=(label,) if label else ())
+            for value, number in rows.items():
+                found.add_metric([value] if label else [], number)
+            return found
+
+        modes = {m: float(m == c.mode) for m in ("active", "shadow", "off")}
+        guards = {g: float(g == c.guard) for g in ("ok", "hold", "fallback")}
+        yield family("mode", "1 = the mode now", "mode", modes)
+        yield family("guard", "1 = the guard now", "guard", guards)
+        yield family("alarm", "1 = raised", "alarm", dict.fromkeys(c.alarms, 1.0))
+        stale_s = c.live.stale_s(time.monotonic())
+        yield family("stale_seconds", "age of the oldest figures in use", None, {"": stale_s})
+        yield family(
+            "ticks",
+            "ticks by who decided",
+            "by",
+            {k: float(v) for k, v in c.counts.items() if "moves" not in k},
+        )
+        moves = {k: float(c.counts[k]) for k in ("moves", "moves_refused", "illegal_moves")}
+        yield family("moves", "node moves ordered", "outcome", moves)
+        yield family("late_ticks", "ticks that were skipped", None, {"": float(c.late_ticks)})
+        dropped = 0.0 if c.log is None else float(c.log.dropped)
+        yield family("log_dropped_lines", "lines of the decision log not written", None, {"": dropped})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from prfaas_env.prediction import PathState, first_token_s
 from prfaas_env.profiles.kv import KVLayout
@@ -30,10 +31,22 @@ class Flow:
     bits: float
     open: bool = False
     done: bool = False
+    at: str = ""
+    """Name of the decode worker that fetches it."""
+
+
+class LinkListener(Protocol):
+    """Told about the transfers of a link as they happen. Times are of the monotonic clock."""
+
+    def opened(self, flow: Flow, now_s: float) -> None:
+        """A transfer begins."""
+
+    def closed(self, flow: Flow, now_s: float, arrived: bool) -> None:
+        """It has arrived, or will not."""
 
 
 class LinkState:
-    """Counters of one link.
+    """Counters of one link; rates are bits per real second.
 
     `backlog_bits` is what prediction reads: bits of every request routed over the link that have not arrived, less
     what a link at the observed rate has carried since. `observed_bps` may be set from outside (telemetry); without
@@ -43,6 +56,7 @@ class LinkState:
     def __init__(self, spec: Link, nominal_bps: float) -> None:
         self.spec = spec
         self.nominal_bps = nominal_bps
+        self.listener: LinkListener | None = None
         self.measured_bps: float | None = None
         """Set by telemetry; None = the router's own estimate."""
         self._pending_bits = 0.0
@@ -110,6 +124,8 @@ class LinkState:
         self._open += 1
         self._open_bits += flow.bits
         self._unsent_bits += flow.bits
+        if self.listener is not None:
+            self.listener.opened(flow, now_s)
 
     def closed(self, flow: Flow, now_s: float, arrived: bool) -> None:
         """It arrived, or will not; the second call for a flow changes nothing."""
@@ -120,6 +136,8 @@ class LinkState:
             self._pending_bits = max(self._pending_bits - flow.bits, 0.0)
             return
         self._advance(now_s)
+        if self.listener is not None:
+            self.listener.closed(flow, now_s, arrived)
         self._open -= 1
         self._open_bits = max(self._open_bits - flow.bits, 0.0) if self._open else 0.0
         self._unsent_bits = min(self._unsent_bits, self._open_bits)
@@ -134,6 +152,8 @@ class LinkState:
 class Paths:
     """Predictions for one PD cluster and the remote clusters it can reach, by the scenario's profiles.
 
+    All times that go in and come out are real seconds: `time_scale` of them to a second of the scenario.
+
     Raises:
         PrfaasError: as `Resolved`.
     """
@@ -144,8 +164,9 @@ class Paths:
         self.pd = resolved.pd
         self.kv: KVLayout = scenario.model.kv
         nominal = resolved.config.link_bps
+        self.time_scale = scale = resolved.config.time_scale
         self.links = {
-            link.prfaas: LinkState(link, link.capacity_bps if nominal is None else nominal)
+            link.prfaas: LinkState(link, (link.capacity_bps if nominal is None else nominal) / scale)
             for link in resolved.links
         }
         hardware = scenario.model.hardware
@@ -163,12 +184,17 @@ class Paths:
         decode = hardware[self.pd.hardware].decode
         assert decode is not None  # a scenario refuses a PD cluster without one
         self.decode = decode
-        self.first_step_s = decode_step_s(decode.a_s, decode.b_s_per_sequence, decode.c_s_per_token, 1, 0)
+        self.first_step_s = self.step_s(1)
         self.layers = self.kv.n_layers if scenario.transport.pipelining else 1
+
+    def step_s(self, batch: int) -> float:
+        """Time of one decode step, contexts apart."""
+        d = self.decode
+        return self.time_scale * decode_step_s(d.a_s, d.b_s_per_sequence, d.c_s_per_token, batch, 0)
 
     def prefill_s(self, cluster: str, new_tokens: int, cached_tokens: int) -> float:
         """Prefill time on a cluster's hardware."""
-        return prefill_s(*self._pieces[cluster], new_tokens, cached_tokens)
+        return self.time_scale * prefill_s(*self._pieces[cluster], new_tokens, cached_tokens)
 
     def kv_bits(self, tokens: int) -> float:
         """Bits of the KV cache of so many tokens."""
@@ -189,7 +215,7 @@ class Paths:
             replace(state, backlog_bits=link.backlog_bits(now_s), observed_bps=link.observed_bps(now_s)),
             self.prefill_s(cluster, new_tokens, cached_tokens),
             self.kv_bits(new_tokens + cached_tokens - had_tokens),
-            link.spec.latency_s,
+            self.time_scale * link.spec.latency_s,
             self.layers,
             self.first_step_s,
         )
@@ -201,7 +227,7 @@ class Paths:
             state,
             self.prefill_s(self.pd.name, new_tokens, cached_tokens),
             float(n_bytes * BITS_PER_BYTE),
-            rdma_s(n_bytes, self.pd.rdma_bps, self.pd.rdma_latency_s),
+            self.time_scale * rdma_s(n_bytes, self.pd.rdma_bps, self.pd.rdma_latency_s),
             self.layers,
             self.first_step_s,
         )
@@ -215,7 +241,7 @@ class Paths:
         """
         link = self.links.get(cluster)
         if link is None:
-            return factor * bits / self.pd.rdma_bps + floor_s
+            return factor * self.time_scale * bits / self.pd.rdma_bps + floor_s
         return factor * max(bits, link.backlog_bits(now_s)) / link.observed_bps(now_s) + floor_s
 
 

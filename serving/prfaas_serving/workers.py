@@ -48,14 +48,33 @@ class NoWorker(Exception):
 class Attempt:
     """One try of a request on one worker, as the worker's counters see it."""
 
-    __slots__ = ("ended", "predicted_s", "started_s", "trial", "worker")
+    __slots__ = (
+        "answering",
+        "ended",
+        "predicted_s",
+        "queued_s",
+        "sent_s",
+        "started_s",
+        "tokens",
+        "trial",
+        "worker",
+    )
 
-    def __init__(self, worker: Worker, predicted_s: float, now_s: float, trial: bool) -> None:
+    def __init__(
+        self, worker: Worker, predicted_s: float, now_s: float, trial: bool, tokens: int, queued_s: float
+    ) -> None:
         self.worker = worker
         self.predicted_s = predicted_s
         self.started_s = now_s
+        """When it is taken to have begun: a prefill behind another one begins when that one ends."""
+        self.sent_s = now_s
+        self.queued_s = queued_s
+        """When it began to wait for the worker's pool."""
+        self.tokens = tokens
         self.trial = trial
         self.ended = False
+        self.answering = False
+        """Its first content has come."""
 
 
 @dataclass
@@ -68,6 +87,8 @@ class Load:
     at_s: float = -1.0
     own_then: int = 0
     """Requests this router had there at the time."""
+    told_bits: float = 0.0
+    """`Worker.told_bits` at the time."""
     fields: dict[str, float] = field(default_factory=dict)
     """Everything that was read, by metric name without labels, for telemetry."""
 
@@ -100,6 +121,12 @@ class Worker:
         self.assigned: deque[Attempt] = deque()
         """Prefills under way, in the order they were sent; the first one is taken to be running."""
         self.assigned_s = 0.0
+        self.places: dict[Attempt, None] = {}
+        """Everything under way, in the order it was sent."""
+        self.staged = 0
+        """KV caches that it holds for a decode worker."""
+        self.told_bits = 0.0
+        """Predicted KV bits of the caches it fetched."""
         self.ramp_from_s = -1e9
         self.not_before_s = 0.0
         """Refused with Retry-After: nothing is sent before."""
@@ -171,10 +198,18 @@ class Worker:
 
     # ------------------------------------------------------------------ life of an attempt
 
-    def begin(self, now_s: float, predicted_s: float | None = None) -> Attempt:
-        """A request goes out; `predicted_s` is its prefill time if it is a prefill."""
-        attempt = Attempt(self, predicted_s or 0.0, now_s, self.breaker.sent(now_s))
+    def begin(
+        self,
+        now_s: float,
+        predicted_s: float | None = None,
+        tokens: int = 0,
+        queued_s: float | None = None,
+    ) -> Attempt:
+        """A request goes out; `predicted_s` is its prefill time if it is a prefill, `tokens` what it brings."""
+        since_s = now_s if queued_s is None else queued_s
+        attempt = Attempt(self, predicted_s or 0.0, now_s, self.breaker.sent(now_s), tokens, since_s)
         self.in_flight += 1
+        self.places[attempt] = None
         self.requests += 1
         self.idle.clear()
         if predicted_s is not None:
@@ -200,6 +235,7 @@ class Worker:
         if attempt.ended:
             return False
         attempt.ended = True
+        self.places.pop(attempt, None)
         self.prefill_done(attempt, now_s)
         self.in_flight -= 1
         if self.in_flight == 0:
@@ -256,6 +292,54 @@ class Worker:
         }
 
 
+@dataclass(eq=False)
+class RoleChange:
+    """One change of a worker's role, from its order to its end. Times are monotonic."""
+
+    worker: str
+    cluster: str
+    from_role: str
+    to_role: str
+    by: str
+    """Who ordered it: "operator", "policy" or "rule"."""
+    ordered_s: float
+    done_s: float | None = None
+    outcome: str = "under_way"
+    """`done`, or why not: `refused`, `not_drained`, `not_switched`, `last_of_role`, `cancelled`."""
+
+
+class RoleChanges:
+    """All changes of role, whoever ordered them."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, RoleChange] = {}
+        """By worker."""
+        self.past: deque[RoleChange] = deque(maxlen=256)
+        """Those that are over, newest last."""
+        self.ended: list[Callable[[RoleChange], None]] = []
+        """Called with every change that is over."""
+
+    @property
+    def ordered_s(self) -> float | None:
+        """When the last one was ordered; None before the first."""
+        everything = [*self.past, *self.under_way.values()]
+        return max((c.ordered_s for c in everything), default=None)
+
+    def begin(self, worker: Worker, role: str, by: str) -> RoleChange:
+        """A change is ordered."""
+        change = RoleChange(worker.name, worker.cluster, worker.role, role, by, time.monotonic())
+        self.under_way[worker.name] = change
+        return change
+
+    def end(self, change: RoleChange, outcome: str) -> None:
+        """It is over."""
+        change.done_s, change.outcome = time.monotonic(), outcome
+        self.under_way.pop(change.worker, None)
+        self.past.append(change)
+        for tell in self.ended:
+            tell(change)
+
+
 class Luck:
     """Uniform numbers for the choice among workers, drawn in blocks."""
 
@@ -270,6 +354,16 @@ class Luck:
         return int(self._block.pop() * n)
 
 
+@dataclass(eq=False)
+class Waiter:
+    """A request that waits for room in a pool."""
+
+    since_s: float
+    predicted_s: float
+    tokens: int
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Pool:
     """The workers of one cluster that serve one role, and those who wait for one of them."""
 
@@ -278,15 +372,23 @@ class Pool:
         self.role = role
         self.workers: list[Worker] = []
         self._most_waiting = queue
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self.waiting_s = 0.0
-        """Predicted prefill time of those who wait here."""
+        self._waiting: deque[Waiter] = deque()
         self._luck = luck
 
     @property
     def waiting(self) -> int:
         """Requests that wait for room."""
         return len(self._waiting)
+
+    @property
+    def waiting_s(self) -> float:
+        """Predicted prefill time of those who wait here."""
+        return sum(w.predicted_s for w in self._waiting)
+
+    @property
+    def waiters(self) -> Iterable[Waiter]:
+        """Those who wait for room, in the order in which they get it."""
+        return self._waiting
 
     def usable(self, now_s: float) -> list[Worker]:
         """Workers that may get a request, their limits apart."""
@@ -356,63 +458,80 @@ class Pool:
         return a if a.score(now_s) <= b.score(now_s) else b
 
     async def acquire(
-        self, wait_s: float, predicted_s: float | None = None, **choice: Any
+        self, wait_s: float, predicted_s: float | None = None, tokens: int = 0, **choice: Any
     ) -> tuple[Worker, Attempt]:
         """Choose a worker and take a place there, waiting in line for room.
 
         Args:
             wait_s: longest wait.
             predicted_s: prefill time, if it is for a prefill.
+            tokens: what the request brings: new tokens of a prefill, context of a decode.
             choice: as for `pick`.
 
         Raises:
             NoWorker: none is usable, the line is full, or the wait was too long.
         """
-        now_s = time.monotonic()
-        end_s = now_s + wait_s
-        first = True
+        since_s = time.monotonic()
+        if not self._waiting:
+            worker = self.pick(since_s, **choice)
+            if worker is not None:
+                return worker, worker.begin(since_s, predicted_s, tokens)
+        self._expect_usable(since_s)
+        if len(self._waiting) >= self._most_waiting:
+            raise NoWorker(f"the queue for {self.role} workers in {self.cluster} is full", full=True)
+        waiter = Waiter(since_s, predicted_s or 0.0, tokens)
+        self._waiting.append(waiter)
+        try:
+            worker = await self._stand_in_line(waiter, since_s + wait_s, choice)
+        finally:
+            self._waiting.remove(waiter)
+            # a turn that was not used passes on; after one that was there may be room for more
+            self.freed()
+        return worker, worker.begin(time.monotonic(), predicted_s, tokens, since_s)
+
+    def _expect_usable(self, now_s: float) -> None:
+        if not self.any_usable(now_s):
+            raise NoWorker(f"no usable {self.role} worker in {self.cluster}", full=False)
+
+    async def _stand_in_line(self, waiter: Waiter, end_s: float, choice: dict[str, Any]) -> Worker:
+        """Wait for a turn; who finds no room keeps the place in line."""
         while True:
-            if not self._waiting or not first:
+            left_s = end_s - time.monotonic()
+            try:
+                # now and then without a call: a limit may have grown, a Retry-After may have passed
+                async with asyncio.timeout(max(min(left_s, 0.25), 0.0)):
+                    await waiter.turn.wait()
+            except TimeoutError:
+                if left_s <= 0.25:
+                    raise NoWorker(
+                        f"no {self.role} worker in {self.cluster} became free in time", full=True
+                    ) from None
+            now_s = time.monotonic()
+            if waiter.turn.is_set() or self._waiting[0] is waiter:
+                waiter.turn.clear()
                 worker = self.pick(now_s, **choice)
                 if worker is not None:
-                    return worker, worker.begin(now_s, predicted_s)
-            if not self.any_usable(now_s):
-                raise NoWorker(f"no usable {self.role} worker in {self.cluster}", full=False)
-            if len(self._waiting) >= self._most_waiting:
-                raise NoWorker(f"the queue for {self.role} workers in {self.cluster} is full", full=True)
-            await self._wait(end_s - now_s, predicted_s, first)
-            first = False
-            now_s = time.monotonic()
+                    return worker
+                if any(w.usable(now_s) and w.has_room(now_s) for w in self.workers):
+                    self._pass_on(
+                        waiter
+                    )  # there is room, only not for this one: others need not wait behind it
+            self._expect_usable(now_s)
 
-    async def _wait(self, left_s: float, predicted_s: float | None, last: bool) -> None:
-        """Stand in line until room may have come; those who found none stand at its head again."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        (self._waiting.append if last else self._waiting.appendleft)(turn)
-        self.waiting_s += predicted_s or 0.0
-        try:
-            # now and then without a call: a limit may have grown, a Retry-After may have passed
-            async with asyncio.timeout(max(min(left_s, 0.25), 0.0)):
-                await turn
-        except TimeoutError:
-            if left_s <= 0.25:
-                raise NoWorker(
-                    f"no {self.role} worker in {self.cluster} became free in time", full=True
-                ) from None
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.freed()  # the turn passes on
-            raise
-        finally:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
-            self.waiting_s = self.waiting_s - (predicted_s or 0.0) if self._waiting else 0.0
+    def _pass_on(self, waiter: Waiter) -> None:
+        """The next one in line looks too."""
+        behind = False
+        for other in self._waiting:
+            if behind and not other.turn.is_set():
+                other.turn.set()
+                return
+            behind = behind or other is waiter
 
     def freed(self) -> None:
-        """Room may have come: the head of the line looks again."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        """Room may have come: the first in line without a turn looks again."""
+        for waiter in self._waiting:
+            if not waiter.turn.is_set():
+                waiter.turn.set()
                 return
 
 
@@ -446,6 +565,7 @@ class Fleet:
         self.local_prefill = Pool(pd, "prefill", queue, luck)
         self.remote_prefill = {name: Pool(name, "prefill", queue, luck) for name in remote}
         self.workers: dict[str, Worker] = {}
+        self.changes = RoleChanges()
         self.pairs = PairTable(config.health.pair_failures, config.health.pair_open_s)
 
     def __iter__(self) -> Iterator[Worker]:

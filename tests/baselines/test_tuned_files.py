@@ -115,7 +115,7 @@ def test_rules_with_one_parameter(policy, key, value, tmp_path: Path, make_telem
 
 
 def test_two_tuned_files_are_two_policies_to_a_comparison(own: Path) -> None:
-    from prfaas_trainings.episodes import policy_hash
+    from prfaas_env.policy import policy_hash
 
     spec = f"{RULE}:tuned={own}"
     first = policy_hash(make_policy(spec), spec)

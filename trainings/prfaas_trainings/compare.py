@@ -19,7 +19,7 @@ import numpy as np
 
 from prfaas_env import __version__
 from prfaas_env.base import PrfaasError
-from prfaas_env.policy import PolicyContext
+from prfaas_env.policy import PolicyContext, policy_hash
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE
 from prfaas_env.simulator.world import scenario_schema
@@ -34,7 +34,6 @@ from prfaas_trainings.episodes import (
     is_learned,
     is_trace,
     parse_row,
-    policy_hash,
     warm_up,
 )
 from prfaas_trainings.parts import Part, PartsFolder, run_parts

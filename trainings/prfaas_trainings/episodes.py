@@ -149,12 +149,6 @@ def is_learned(policy: Policy) -> bool:
     return bool(getattr(policy, "learned", False))
 
 
-def policy_hash(policy: Policy, spec: str) -> str:
-    """12 hex digits: of a learned policy's file, otherwise of the spec."""
-    own = getattr(policy, "fingerprint", None)
-    return own if isinstance(own, str) else hashlib.sha256(spec.encode()).hexdigest()[:12]
-
-
 # -------------------------------------------------------------------------------------------- episodes
 
 
