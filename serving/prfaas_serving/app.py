@@ -34,6 +34,7 @@ from prfaas_serving.requests import (
     strip_fields,
     why_local,
 )
+from prfaas_serving.ui import STATE_PATH
 
 log = logging.getLogger("prfaas_serving.app")
 
@@ -163,6 +164,7 @@ class Router:
         from prfaas_serving.admin import AdminApi
         from prfaas_serving.discovery import Discoverer
         from prfaas_serving.health import HealthChecker
+        from prfaas_serving.ui.page import Page
 
         config = resolved.config
         self.resolved = resolved
@@ -181,6 +183,7 @@ class Router:
             self._token = config.admin.token().encode()
             self._admin = Port(self._handle_admin, body_bytes=2**20, cancel=False)
         self._make = (AdminApi, Discoverer, HealthChecker)
+        self._make_page = Page
         self._tasks: list[asyncio.Task[None]] = []
         self._table: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -200,6 +203,7 @@ class Router:
         self.health = make_health(self.forwarder)
         self.discoverer = make_discoverer(self.forwarder, self.health, self.resolved.where)
         self.admin = make_admin(self)
+        self.page = self._make_page(self)
         listen = self.config.listen
         try:
             await self._public.start(listen.host, listen.port, self._tls, "listen")
@@ -214,6 +218,7 @@ class Router:
             await self.close()
             raise
         self.health.start()
+        self.page.start()
 
     async def drain(self, wait_s: float) -> bool:
         """Take nothing new and let open requests end; False if some had to be cut off."""
@@ -230,6 +235,7 @@ class Router:
         await self._public.close()
         if self._admin is not None:
             await self._admin.close()
+        await self.page.close()
         await self.discoverer.close()
         await self.health.close()
         await self.forwarder.close(self.config.deadlines.release_s)
@@ -366,9 +372,14 @@ class Router:
     # ------------------------------------------------------------------ admin port
 
     async def _handle_admin(self, request: BaseRequest) -> web.StreamResponse:
+        of_page = self.page.open_answer(request)
+        if of_page is not None:
+            return of_page
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
             return error_response(ClientError(401, "a valid token is required", "unauthorized"))
+        if (request.method, request.path) == ("GET", STATE_PATH):
+            return self.page.state_answer()
         try:
             return _json_response(await self.admin.handle(request))
         except ClientError as error:

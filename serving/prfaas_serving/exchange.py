@@ -733,6 +733,7 @@ class Exchange:
             f.metrics.cached_tokens.inc(self._cached_tokens)
         if self.job.local_reason is None and self.forced is None:
             tpot_s = (now_s - self.first_token_s) / max(tokens - 1, 1)
+            f.served(self.first_token_s - self.started_s, tpot_s)
             for listener in f.listeners:
                 listener.finished(now_s, tokens, tpot_s)
 
