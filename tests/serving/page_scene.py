@@ -125,13 +125,23 @@ def decisions(control: FakeControl, unix_s: float) -> None:
         add(Line(k, unix_s - 12 + k, logged(t), logged(t)))
     add(Line(12, unix_s - 0.9, logged(18_000, 0), logged(18_000, 0), reason="ppo: decode is short"))
     add(Line(13, unix_s - 0.6, logged(18_000), logged(40_000), "rule", "clamped to 18,000 by the rate limit"))
-    add(Line(14, unix_s - 0.3, logged("inf"), logged("inf", 2), "fallback", "metrics are 41 s old", guard="fallback"))
+    add(
+        Line(
+            14,
+            unix_s - 0.3,
+            logged("inf"),
+            logged("inf", 2),
+            "fallback",
+            "metrics are 41 s old",
+            guard="fallback",
+        )
+    )
     add(Line(15, unix_s - 0.1, logged(None, 1, 2.0), None, "operator", "override", "shadow"))
 
 
 def traffic(router: Router, minutes: float = 15.0) -> History:
     """Replace the page's history by one that was told a wave of traffic up to now."""
-    f, rng = router.forwarder, stream(7, 0)
+    f, rng = router.forwarder, stream(7, "arrivals")
     steps = min(int(minutes * 60 / STEP_S), N_STEPS)
     now_s, unix_s = time.monotonic(), time.time()
     begin_s = now_s - steps * STEP_S
@@ -180,7 +190,9 @@ WORKERS = (
 
 
 @asynccontextmanager
-async def scene(*, busy: bool = True, control: FakeControl | None = None, **config: Any) -> AsyncIterator[Setup]:
+async def scene(
+    *, busy: bool = True, control: FakeControl | None = None, **config: Any
+) -> AsyncIterator[Setup]:
     """A router and its workers, with or without traffic and a control loop."""
     async with serving(workers=WORKERS, **config) as s:
         if control is not None:

@@ -18,11 +18,11 @@ function show(figure, svg, legend) {
 }
 
 /** Values of an axis from 0: few, round, the last one at or above the largest value. */
-function linearTicks(most) {
-  const top = most > 0 ? most : 1;
+function linearTicks(most, whole) {
+  const top = most > 0 ? (whole ? Math.max(most, 4) : most) : whole ? 4 : 1;
   const raw = top / 4;
   const size = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((k) => k * size).find((k) => k >= raw * 0.999);
+  const step = (whole ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map((k) => k * size).find((k) => k >= raw * 0.999);
   const ticks = [];
   for (let k = 0; ; k += 1) {
     ticks.push(k * step);
@@ -40,11 +40,11 @@ function logTicks(least, most) {
   return ticks;
 }
 
-function axis(values, log, most) {
+function axis(values, log, most, whole) {
   const kept = values.filter((v) => v !== null && v !== undefined && (!log || v > 0));
   const ticks = log
     ? logTicks(Math.min(...kept, Infinity) === Infinity ? 0.1 : Math.min(...kept), kept.length ? Math.max(...kept) : 1)
-    : linearTicks(most ?? Math.max(...kept, 0));
+    : linearTicks(most ?? Math.max(...kept, 0), whole);
   const place = log ? Math.log10 : (v) => v;
   const low = place(ticks[0]);
   const span = place(ticks[ticks.length - 1]) - low;
@@ -73,7 +73,7 @@ function path(series, times, x, y, log, gap_s, stepped) {
 /**
  * A chart over the last 15 minutes.
  *
- * spec: series [{name, kind, values}], format, log, most (fixed top), lines [{value, name}], marks [unix_s], stepped,
+ * spec: series [{name, kind, values}], format, log, most (fixed top), whole (counts), lines [{value, name}], marks [unix_s], stepped,
  * empty (what to say without a value), label (what it shows, for those who do not see it).
  * when: times (unix seconds), now_s, window_s, step_s, cursor (index or -1 for the end).
  */
@@ -86,7 +86,7 @@ export function timeChart(figure, spec, when) {
     return;
   }
   const lines = spec.lines ?? [];
-  const scale = axis([...every, ...lines.map((l) => l.value)], spec.log, spec.most);
+  const scale = axis([...every, ...lines.map((l) => l.value)], spec.log, spec.most, spec.whole);
   const x = (t) => right - ((when.now_s - t) / when.window_s) * (right - EDGE.left);
   const y = (v) => bottom - scale.at(v) * (bottom - EDGE.top);
   for (const tick of scale.ticks) {
@@ -154,9 +154,9 @@ export function lengthChart(figure, lengths, threshold, label, empty) {
   const [low, high] = [Math.log(edges[0]), Math.log(edges[edges.length - 1])];
   const x = (t) => EDGE.left + ((Math.log(Math.min(Math.max(t, edges[0]), edges[edges.length - 1])) - low) / (high - low)) * (right - EDGE.left);
   const top = EDGE.top + 18;
-  const scale = axis([Math.max(...both, 1)], false);
+  const scale = axis([Math.max(...both, 1)], false, undefined, true);
   const y = (v) => bottom - scale.at(v) * (bottom - top);
-  for (const tick of scale.ticks.filter((t) => Number.isInteger(t))) {
+  for (const tick of scale.ticks) {
     svg.append(
       draw("line", { x1: EDGE.left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
       draw("text", { x: EDGE.left - 6, y: y(tick) + 4, class: "tick end" }, tokens(tick)),
@@ -168,9 +168,8 @@ export function lengthChart(figure, lengths, threshold, label, empty) {
     if (lengths.local[k]) svg.append(bar(0, lengths.local[k], "local"));
     if (lengths.remote[k]) svg.append(bar(lengths.local[k], n, "remote"));
   });
-  for (const t of [128, 1024, 8192, 32768, 131072]) {
-    const last = t === 131072;
-    svg.append(draw("text", { x: x(t), y: height - 7, class: last ? "tick end" : "tick" }, tokens(t)));
+  for (const [t, name] of [[128, "128"], [1024, "1K"], [8192, "8K"], [32768, "32K"], [131072, "128K"]]) {
+    svg.append(draw("text", { x: x(t), y: height - 7, class: name === "128K" ? "tick end" : "tick" }, name));
   }
   if (threshold !== null) {
     const px = x(threshold);

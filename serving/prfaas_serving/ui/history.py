@@ -139,6 +139,7 @@ class History:
         self._ttft: Counts = np.zeros((N_STEPS, N_TTFT_BINS), dtype=np.int64)
         self._lengths: Counts = np.zeros((N_STEPS, 2, N_LENGTH_BINS), dtype=np.int64)
         self._flows: Counts = np.zeros((N_STEPS, 5), dtype=np.int64)
+        self._spans_s: deque[float] = deque(maxlen=N_STEPS)
         self._at = 0
         self._began_s = time.monotonic() if now_s is None else now_s
         self._roles: dict[str, str] = {}
@@ -223,6 +224,7 @@ class History:
                 link_observed={name: k.observed_bps(now_s) / k.nominal_bps for name, k in links.items()},
             )
         )
+        self._spans_s.append(length_s)
         self._ttft[self._at] = ttft
         self._lengths[self._at] = self._lengths_now
         self._flows[self._at] = (self._arrivals, self._remote, finished, good, refused)
@@ -252,6 +254,10 @@ class History:
             "local": counts[0].tolist(),
             "remote": counts[1].tolist(),
         }
+
+    def span_s(self, now_s: float) -> float:
+        """How much time the window covers, the step under way included."""
+        return sum(self._spans_s) + max(now_s - self._began_s, 0.0)
 
     def totals(self) -> dict[str, int]:
         """Requests of the whole window, the step under way included."""

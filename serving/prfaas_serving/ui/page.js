@@ -170,7 +170,7 @@ function alarms(found) {
 
 function figures(s) {
   const t = s.totals;
-  const span = Math.min(s.uptime_s, WINDOW_S);
+  const span = Math.max(s.span_s, 1e-3);
   const rows = [
     ["First token, median", words.seconds(s.ttft.p50_s)],
     ["First token, P90", words.seconds(s.ttft.p90_s)],
@@ -269,7 +269,7 @@ const MODES = {
 function decision(s) {
   const d = s.router.decision;
   say($("rule"), words.rule(d));
-  say($("rule-note"), `${d.overridden ? "Override" : `By ${d.origin}`} since ${words.clock(d.unix_s)}: ${d.reason}. Cache rule ${d.cache_rule}.`);
+  say($("rule-note"), `${d.overridden ? "Override" : `By ${BY[d.origin] ?? d.origin}`} since ${words.clock(d.unix_s)}: ${d.reason}. Cache rule ${d.cache_rule}.`);
   $("rule").classList.toggle("overridden", d.overridden);
   show($("clear"), d.overridden);
   const c = s.control;
@@ -437,13 +437,13 @@ function specs(s) {
         ...links.map((n, k) => ({ name: one ? "used" : `${n} used`, kind: `k${(k % 4) + 1}`, values: c.link_use[n] })),
         ...links.map((n, k) => ({ name: one ? "observed capacity" : `${n} capacity`, kind: `k${one ? 4 : (k % 4) + 1} dash`, values: c.link_observed[n] })),
       ],
-      format: words.share, most: 1, name: "Link use", empty: links.length ? "Nothing yet" : "No link",
+      format: words.share, most: 1, name: "Link use", empty: s.router.links.length ? "Nothing yet" : "No link",
     },
     queues: {
       series: Object.keys(c.queues).map((n) => ({ name: n, kind: queueKinds[n], values: c.queues[n] })),
-      format: words.count, name: "Requests waiting", empty: "Nothing yet",
+      format: words.count, whole: true, name: "Requests waiting", empty: "Nothing yet",
     },
-    split: { series: split, format: words.count, stepped: true, name: "Workers by role", marks: s.conversions.map((v) => v.unix_s), empty: "Nothing yet" },
+    split: { series: split, format: words.count, whole: true, stepped: true, name: "Workers by role", marks: s.conversions.map((v) => v.unix_s), empty: "Nothing yet" },
     rules: margin
       ? { series: [{ name: "margin", kind: "k1", values: c.margin_s }], format: words.seconds, stepped: true, name: "Margin", empty: "Nothing yet" }
       : {
@@ -524,11 +524,13 @@ function lists(s) {
     : s.changes.map((d) => ({ unix_s: d.unix_s, acted: words.rule(d), proposed: null, by: BY[d.origin] ?? d.origin, note: "", reason: d.reason }));
   keep($("decisions"), rows, () => rows.map((r) => {
     const differs = r.proposed !== null && r.proposed !== "–" && r.proposed !== r.acted;
-    return make("tr", {},
-      make("td", {}, words.moment(r.unix_s)),
-      make("td", {}, r.acted, differs ? make("small", {}, `proposed: ${r.proposed}`) : null),
-      make("td", {}, r.by, r.note ? make("small", {}, r.note) : null),
-      make("td", {}, r.reason));
+    // the roles stay when a small screen shows rows as blocks
+    const cell = (...parts) => make("td", { role: "cell" }, ...parts);
+    return make("tr", { role: "row" },
+      cell(words.moment(r.unix_s)),
+      cell(r.acted, differs ? make("small", {}, `proposed: ${r.proposed}`) : null),
+      cell(r.by, r.note ? make("small", {}, r.note) : null),
+      cell(r.reason));
   }));
   const conversions = s.conversions.slice(0, 5);
   keep($("conversions"), [conversions, s.changing], () => {

@@ -224,7 +224,6 @@ class Page:
         """Everything that is shown."""
         router, f, history = self._router, self._f, self.history
         scenario = router.resolved.scenario
-        totals = history.totals()
         return {
             "unix_s": time.time(),
             "uptime_s": time.monotonic() - router.started_s,
@@ -241,7 +240,8 @@ class Page:
             "step_s": STEP_S,
             "steps": history.columns(),
             "ttft": history.ttft(),
-            "totals": totals,
+            "totals": history.totals(),
+            "span_s": history.span_s(time.monotonic()),
             "lengths": history.lengths(),
             "conversions": [asdict(c) for c in reversed(history.conversions)],
             "changes": [c.as_json() for c in list(f.holder.history)[: -_SHOWN - 1 : -1]],
