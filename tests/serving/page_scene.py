@@ -194,6 +194,8 @@ async def scene(
     *, busy: bool = True, control: FakeControl | None = None, **config: Any
 ) -> AsyncIterator[Setup]:
     """A router and its workers, with or without traffic and a control loop."""
+    # a browser beside it needs the processor too
+    config.setdefault("health", {"probe_s": 0.5, "load_poll_s": 0.5})
     async with serving(workers=WORKERS, **config) as s:
         if control is not None:
             install(s.router, control)
