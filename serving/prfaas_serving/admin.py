@@ -3,6 +3,8 @@
 | call | what it does |
 | --- | --- |
 | GET /state | decision, pools, workers, links, budget |
+| GET /ui | the page for operators; its files alone need no token |
+| GET /ui/state | what the page shows |
 | GET /decisions | the last changes of the decision |
 | GET /decision, PUT /decision | the decision in force; set what holds without an override |
 | PUT /override, DELETE /override | lay a decision over it; take it away |
@@ -118,6 +120,11 @@ class AdminApi:
         self._router = router
         self._f = router.forwarder
         self._events: dict[str, EngineEvents] = {}
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Names of the workers that are changing their role now."""
+        return frozenset(self._changing)
 
     async def handle(self, request: BaseRequest) -> Any:
         """Answer one call.

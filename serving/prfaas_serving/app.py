@@ -34,6 +34,7 @@ from prfaas_serving.requests import (
     strip_fields,
     why_local,
 )
+from prfaas_serving.ui import STATE_PATH
 
 log = logging.getLogger("prfaas_serving.app")
 
@@ -164,6 +165,7 @@ class Router:
         from prfaas_serving.control import ControlLoop
         from prfaas_serving.discovery import Discoverer
         from prfaas_serving.health import HealthChecker
+        from prfaas_serving.ui.page import Page
 
         config = resolved.config
         self.resolved = resolved
@@ -185,6 +187,7 @@ class Router:
         self._make_control = ControlLoop
         self.control: ControlLoop | None = None
         """None when the configuration has no `control`."""
+        self._make_page = Page
         self._tasks: list[asyncio.Task[None]] = []
         self._table: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -204,6 +207,7 @@ class Router:
         self.health = make_health(self.forwarder)
         self.discoverer = make_discoverer(self.forwarder, self.health, self.resolved.where)
         self.admin = make_admin(self)
+        self.page = self._make_page(self)
         listen = self.config.listen
         try:
             if self.config.control is not None:
@@ -223,6 +227,7 @@ class Router:
         self.health.start()
         if self.control is not None:
             self.control.start()
+        self.page.start()
 
     async def drain(self, wait_s: float) -> bool:
         """Take nothing new and let open requests end; False if some had to be cut off."""
@@ -241,6 +246,7 @@ class Router:
             await self._admin.close()
         if self.control is not None:
             await self.control.close()
+        await self.page.close()
         await self.discoverer.close()
         await self.health.close()
         await self.forwarder.close(self.config.deadlines.release_s)
@@ -379,9 +385,14 @@ class Router:
     # ------------------------------------------------------------------ admin port
 
     async def _handle_admin(self, request: BaseRequest) -> web.StreamResponse:
+        of_page = self.page.open_answer(request)
+        if of_page is not None:
+            return of_page
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
             return error_response(ClientError(401, "a valid token is required", "unauthorized"))
+        if (request.method, request.path) == ("GET", STATE_PATH):
+            return self.page.state_answer()
         try:
             return _json_response(await self.admin.handle(request))
         except ClientError as error:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import aiohttp
 import orjson
 
+from prfaas_env.telemetry import meets
 from prfaas_serving.backends import HandOver, Leg, make_backend
 from prfaas_serving.backends.engines import TOKENIZES
 from prfaas_serving.breaker import RetryBudget
@@ -230,6 +231,13 @@ class Forwarder:
                 self.fleet.release(place)
             await asyncio.sleep(0.05)
         self.metrics.released.labels(outcome).inc()
+
+    def served(self, ttft_s: float, tpot_s: float) -> None:
+        """A decided request was answered whole."""
+        slo = self.resolved.scenario.slo
+        self.metrics.finished.inc()
+        if meets(slo.ttft_s, ttft_s) and meets(slo.tpot_s, tpot_s):
+            self.metrics.good.inc()
 
     # ------------------------------------------------------------------ verdicts
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from prfaas_serving.control import ControlLoop
     from prfaas_serving.forward import Forwarder
@@ -40,6 +40,8 @@ class Metrics:
         self.client_gone = counter("client_gone", "clients that left before the end", "phase")
         self.stripped = counter("stripped_fields", "hand-over fields that clients sent", "field")
         self.rejected = counter("rejected", "requests refused at the door", "reason")
+        self.finished = counter("finished", "decided requests that were answered whole")
+        self.good = counter("finished_in_slo", "of these, those that met every objective of the scenario")
         self.reconnects = counter("reconnects", "requests sent again on a new connection")
         self.lengths = counter("prompt_lengths", "prompts counted, by where the length came from", "source")
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens by route", "route")
@@ -68,10 +70,31 @@ class Metrics:
     def watch_control(self, control: ControlLoop) -> None:
         """Add the gauges of a control loop."""
         self.registry.register(_Control(control))
+    def watch_alarms(self, alarms: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        """Add a gauge of the alarms raised now; `alarms` gives (name, level) of each."""
+        self.registry.register(_Alarms(alarms))
 
     def page(self) -> bytes:
         """The text of /metrics."""
         return generate_latest(self.registry)
+
+
+class _Alarms(Collector):
+    def __init__(self, alarms: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        self._alarms = alarms
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: values exist only while they are read."""
+        return []
+
+    def collect(self) -> Iterable[Any]:
+        """1 per alarm raised now."""
+        found = GaugeMetricFamily(
+            "prfaas_router_alarm", "1 = raised now, as on the page", labels=("alarm", "level")
+        )
+        for name, level in self._alarms():
+            found.add_metric((name, level), 1.0)
+        yield found
 
 
 class _State(Collector):
@@ -186,3 +209,28 @@ class _Control(Collector):
         yield family("late_ticks", "ticks that were skipped", None, {"": float(c.late_ticks)})
         dropped = 0.0 if c.log is None else float(c.log.dropped)
         yield family("log_dropped_lines", "lines of the decision log not written", None, {"": dropped})
+        yield family(
+            "link_nominal_bps",
+            "configured capacity",
+            ("cluster",),
+            [((n,), k.nominal_bps) for n, k in links],
+        )
+        yield family(
+            "link_open_transfers",
+            "transfers under way",
+            ("cluster",),
+            [((n,), float(k.open_flows)) for n, k in links],
+        )
+        carried = CounterMetricFamily(
+            "prfaas_router_link_carried_bits", "predicted bits carried by the link", labels=("cluster",)
+        )
+        for name, link in links:
+            carried.add_metric((name,), link.carried_bits(now_s))
+        yield carried
+        slo = f.resolved.scenario.slo
+        yield family(
+            "slo_seconds",
+            "objective of the scenario",
+            ("objective",),
+            [((n,), v) for n, v in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)) if v is not None],
+        )

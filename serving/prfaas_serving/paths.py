@@ -71,6 +71,7 @@ class LinkState:
         self._own_bps = nominal_bps
         self.delivered_bits = 0.0
         """Bits of all transfers that arrived."""
+        self._carried_bits = 0.0
 
     @property
     def open_flows(self) -> int:
@@ -106,6 +107,14 @@ class LinkState:
         """Bits routed over the link and not yet arrived, as far as the router can tell."""
         self._advance(now_s)
         return self._pending_bits + self._unsent_bits
+
+    def carried_bits(self, now_s: float) -> float:
+        """Bits that the link has carried since the start: of transfers that arrived, and of those under way as far as
+        the observed rate tells. Never falls."""
+        self._advance(now_s)
+        under_way = max(self._open_bits - self._unsent_bits, 0.0)
+        self._carried_bits = max(self._carried_bits, self.delivered_bits + under_way)
+        return self._carried_bits
 
     def routed(self, bits: float) -> Flow:
         """A request was routed over the link."""
