@@ -36,7 +36,8 @@ def _encoded(
         ends.append(schema.encode(values)[0].astype(np.float64))
     low, high = ends
     for k in np.unique(flags[flags >= 0]):  # a flag has a range of its own
-        low[k], high[k] = (0.0 if column[k] is None else column[k] for column in (ranges.low, ranges.high))
+        for encoded, column in ((low, ranges.low), (high, ranges.high)):
+            encoded[k] = min(max(column[k] or 0.0, 0.0), 1.0)
     return low - TOLERANCE, high + TOLERANCE, known
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,21 @@ from typing import Any
 from prfaas_env import __version__
 from prfaas_env.decision import Decision, Move
 from prfaas_env.policy import PolicyContext, make_policy, policy_hash
-from prfaas_env.scenarios import Scenario
+from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S, ns_from_s
 from prfaas_env.simulator.records import Route, Status
 from prfaas_env.simulator.run import EpisodeRun
-from prfaas_env.simulator.world import World, draw_world
+from prfaas_env.simulator.world import World, draw_world, scenario_schema
 from prfaas_serving.decision_log import (
     ConversionLine,
     DecisionLine,
     DecisionLog,
     HeaderLine,
+    Log,
     RequestLine,
     lengths_since,
+    line_bytes,
+    read_log,
 )
 from prfaas_serving.replay import POLICY_SEED
 
@@ -30,8 +34,6 @@ _OUTCOMES = {Status.FINISHED: "finished", Status.REJECTED: "rejected", Status.AB
 
 def header_of(scenario: Scenario, spec: str, **changes: Any) -> HeaderLine:
     """Header of a log."""
-    from prfaas_env.simulator.world import scenario_schema
-
     schema = scenario_schema(scenario)
     fields: dict[str, Any] = {
         "prfaas_version": __version__,
@@ -50,8 +52,6 @@ def header_of(scenario: Scenario, spec: str, **changes: Any) -> HeaderLine:
 
 def _legal(decision: Decision, legal: tuple[tuple[bool, bool, bool], ...]) -> Decision:
     """A decision whose moves are all legal."""
-    import dataclasses
-
     return Decision(
         tuple(
             c if legal[i][c.move] else dataclasses.replace(c, move=Move.NONE)
@@ -192,3 +192,71 @@ def _requests(world: World, run: EpisodeRun) -> list[tuple[int, RequestLine]]:
             )
         )
     return out
+
+
+# ----------------------------------------------------------------------------------- by hand
+
+#: A scenario for logs written by hand.
+TINY = load_scenario("paper", overrides=["slo.ttft_s=2", "slo.tpot_s=0.05"])
+
+
+def tiny_header() -> HeaderLine:
+    return header_of(TINY, "static")
+
+
+def decision(n: int, **changes: Any) -> DecisionLine:
+    names = tiny_header().names
+    values = dict.fromkeys(names, 0.0)
+    values |= {"pd0.prefill_instances": 2.0, "pd0.decode_instances": 5.0, "prfaas0.prefill_instances": 3.0}
+    values |= {"link0.nominal_capacity_bps": 80e9, "link0.observed_capacity_bps": 80e9}
+    values |= changes.pop("fields", {})
+    fields: dict[str, Any] = {
+        "n": n,
+        "time_ns": n * NS_PER_S,
+        "unix_s": 0.0,
+        "mode": "active",
+        "values": tuple(values[name] for name in names),
+        "conversion_tick": False,
+        "legal_moves": ((True, True, True),),
+        "new_lengths": ((),),
+        "proposed": Decision.same(1, threshold_tokens=10_000.0),
+        "acted": Decision.same(1, threshold_tokens=10_000.0),
+        "by": "policy",
+        "reason": "",
+        "policy_hash": tiny_header().policy_hash,
+        "guard": "ok",
+        "decide_us": 1.0,
+    }
+    return DecisionLine(**{**fields, **changes})
+
+
+def request(arrival_s: float, **changes: Any) -> RequestLine:
+    fields: dict[str, Any] = {
+        "arrival_ns": round(arrival_s * NS_PER_S),
+        "input_tokens": 4000,
+        "incremental_tokens": {"pd0": 3000, "prfaas0": 3000},
+        "output_tokens": 11,
+        "outcome": "finished",
+        "remote": False,
+        "ttft_s": 1.0,
+        "tpot_s": 0.02,
+    }
+    return RequestLine(**{**fields, **changes})
+
+
+def conversion(ordered_s: float, **changes: Any) -> ConversionLine:
+    fields: dict[str, Any] = {
+        "ordered_ns": round(ordered_s * NS_PER_S),
+        "done_ns": round((ordered_s + 5) * NS_PER_S),
+        "cluster": "pd0",
+        "worker": "w1",
+        "from_role": "decode",
+        "to_role": "prefill",
+        "outcome": "done",
+    }
+    return ConversionLine(**{**fields, **changes})
+
+
+def write(path: Path, header: HeaderLine, lines: Any) -> Log:
+    path.write_bytes(b"".join(line_bytes(line) for line in (header, *lines)))
+    return read_log(path)

@@ -21,30 +21,39 @@ from prfaas_env.simulator.formulas import NS_PER_S
 from prfaas_env.simulator.run import simulate
 from prfaas_serving.decision_log import (
     MIN_BYTES,
-    ConversionLine,
     DecisionLine,
     EventLine,
-    HeaderLine,
     Log,
     RequestLine,
-    line_bytes,
     read_log,
 )
 from prfaas_serving.log_commands import replay as replay_command
 from prfaas_serving.log_world import difference, recorded_world, simulated, what_happened
 from prfaas_serving.replay import KINDS, decision_text, differences, rerun
 from tests.prfaas_env.bundles import make_bundle
-from tests.serving.log_producer import header_of, produce
+from tests.serving.log_producer import (
+    TINY,
+    conversion,
+    decision,
+    produce,
+    request,
+    tiny_header,
+    write,
+)
 
-BUSY = load_scenario("paper", overrides=["measure.horizon_s=400", "workload.arrivals.rate_rps=2.7"])
+#: A start that no rule would choose, so that nodes are moved soon.
+BUSY = load_scenario(
+    "paper",
+    overrides=[
+        "measure.horizon_s=320",
+        "workload.arrivals.rate_rps=2.6",
+        "deployment.pd.0.n_prefill=1",
+        "deployment.pd.0.n_decode=7",
+    ],
+)
 APP = typer.Typer()
 APP.command("replay")(replay_command)
 APP.command("other")(lambda: None)  # so that the first one keeps its name
-
-
-def write(path: Path, header: HeaderLine, lines: Any) -> Log:
-    path.write_bytes(b"".join(line_bytes(line) for line in (header, *lines)))
-    return read_log(path)
 
 
 def changed(log: Log, path: Path, change: Any, **header: Any) -> Log:
@@ -75,7 +84,7 @@ def busy(folder: Path) -> Log:
 def test_a_rule_with_a_memory_says_the_same_again(busy: Log) -> None:
     found = rerun(busy)
     assert found.is_own
-    assert found.compared == len(busy.decisions) > 400
+    assert found.compared == len(busy.decisions) > 320
     assert found.identical == found.compared
     assert found.share == 1.0
     assert found.first is None
@@ -189,12 +198,12 @@ def test_reloads_are_followed(tmp_path: Path) -> None:
 
 def test_a_decision_without_a_policy_is_not_compared(busy: Log, tmp_path: Path) -> None:
     def change(line: Any) -> Any:
-        held = isinstance(line, DecisionLine) and line.n > 300
+        held = isinstance(line, DecisionLine) and line.n > 250
         return dataclasses.replace(line, proposed=None, by="hold") if held else line
 
     found = rerun(changed(busy, tmp_path / "log", change))
-    assert (found.compared, found.identical) == (301, 301)
-    assert found.not_asked == len(busy.decisions) - 301
+    assert (found.compared, found.identical) == (251, 251)
+    assert found.not_asked == len(busy.decisions) - 251
 
 
 def test_kinds_of_difference() -> None:
@@ -242,7 +251,7 @@ def test_the_simulator_gives_the_run_that_the_log_is_of(busy: Log) -> None:
     recorded = recorded_world(busy)
     assert recorded.notes == ()
     happened = what_happened(busy, recorded)
-    assert len(happened.ttft_s) == len(busy.requests) > 900
+    assert len(happened.ttft_s) == len(busy.requests) > 700
     for policy in (recorded.policy, make_policy("dual_timescale")):
         run = simulated(recorded, policy, "x")
         assert run.ttft_s.tolist() == happened.ttft_s.tolist()
@@ -344,65 +353,6 @@ def test_requests_that_were_rejected_or_given_up(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- by hand
-
-TINY = load_scenario("paper", overrides=["slo.ttft_s=2", "slo.tpot_s=0.05"])
-
-
-def tiny_header() -> HeaderLine:
-    return header_of(TINY, "static")
-
-
-def decision(n: int, **changes: Any) -> DecisionLine:
-    names = tiny_header().names
-    values = dict.fromkeys(names, 0.0)
-    values |= {"pd0.prefill_instances": 2.0, "pd0.decode_instances": 5.0, "prfaas0.prefill_instances": 3.0}
-    values |= {"link0.nominal_capacity_bps": 80e9, "link0.observed_capacity_bps": 80e9}
-    values |= changes.pop("fields", {})
-    fields: dict[str, Any] = {
-        "n": n,
-        "time_ns": n * NS_PER_S,
-        "unix_s": 0.0,
-        "mode": "active",
-        "values": tuple(values[name] for name in names),
-        "conversion_tick": False,
-        "legal_moves": ((True, True, True),),
-        "new_lengths": ((),),
-        "proposed": Decision.same(1, threshold_tokens=10_000.0),
-        "acted": Decision.same(1, threshold_tokens=10_000.0),
-        "by": "policy",
-        "reason": "",
-        "policy_hash": tiny_header().policy_hash,
-        "guard": "ok",
-        "decide_us": 1.0,
-    }
-    return DecisionLine(**{**fields, **changes})
-
-
-def request(arrival_s: float, **changes: Any) -> RequestLine:
-    fields: dict[str, Any] = {
-        "arrival_ns": round(arrival_s * NS_PER_S),
-        "input_tokens": 4000,
-        "incremental_tokens": {"pd0": 3000, "prfaas0": 3000},
-        "output_tokens": 11,
-        "outcome": "finished",
-        "remote": False,
-        "ttft_s": 1.0,
-        "tpot_s": 0.02,
-    }
-    return RequestLine(**{**fields, **changes})
-
-
-def conversion(ordered_s: float, **changes: Any) -> ConversionLine:
-    fields: dict[str, Any] = {
-        "ordered_ns": round(ordered_s * NS_PER_S),
-        "done_ns": round((ordered_s + 5) * NS_PER_S),
-        "cluster": "pd0",
-        "worker": "w1",
-        "from_role": "decode",
-        "to_role": "prefill",
-        "outcome": "done",
-    }
-    return ConversionLine(**{**fields, **changes})
 
 
 def tiny(path: Path, *lines: Any, n: int = 40) -> Log:
