@@ -133,6 +133,27 @@ class TrainedOn(Frozen):
     """(file, first second, last second) of the trace that it replays."""
 
 
+class InputRanges(Frozen):
+    """What each telemetry field was seen to be when the policy ran on its training scenarios, in physical units.
+
+    `low` and `high` stand in the order of `telemetry.names`; None for a field that was never there (its flag was 0).
+    """
+
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    readings: Annotated[int, PydanticField(ge=1)]
+    """How many readings they are of."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if len(self.low) != len(self.high):
+            raise ValueError(f"low has {len(self.low)} fields, high {len(self.high)}")
+        for k, (a, b) in enumerate(zip(self.low, self.high, strict=True)):
+            if (a is None) != (b is None) or (a is not None and b is not None and a > b):
+                raise ValueError(f"field {k}: low is {a}, high {b}")
+        return self
+
+
 # ------------------------------------------------------------------------------------- the manifest
 
 #: A grid value in JSON, which has no infinity.
@@ -281,6 +302,8 @@ class BundleManifest(Frozen):
     evaluation: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    input_ranges: InputRanges | None = None
+    """Of the training; None in a bundle from before they were kept, or of a run that is gone."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -297,6 +320,10 @@ class BundleManifest(Frozen):
                 raise ValueError(
                     f"topology.{name} is {getattr(topology, name)}, telemetry.{name} {getattr(seen, name)}"
                 )
+        if self.input_ranges is not None and len(self.input_ranges.low) != len(seen.names):
+            raise ValueError(
+                f"input_ranges.low has {len(self.input_ranges.low)} fields, telemetry {len(seen.names)}"
+            )
         if self.decision.n_pd != topology.n_pd:
             raise ValueError(f"decision.n_pd is {self.decision.n_pd}, topology.n_pd {topology.n_pd}")
         if topology.links is not None and len(topology.links) != topology.n_links:
@@ -313,7 +340,10 @@ class BundleManifest(Frozen):
 
     def text(self) -> str:
         """The file's text."""
-        return json.dumps(self.model_dump(mode="json"), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        content = self.model_dump(mode="json")
+        if self.input_ranges is None:
+            del content["input_ranges"]  # as a manifest was before there were any
+        return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 # -------------------------------------------------------------------------------------- the folder

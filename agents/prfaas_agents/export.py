@@ -43,6 +43,7 @@ from prfaas_env.bundle_manifest import (
     BundleManifest,
     DecisionRecord,
     FileRecord,
+    InputRanges,
     NetworkRecord,
     StateRecord,
     TopologyRecord,
@@ -270,6 +271,7 @@ def fill_bundle(
     name: str,
     description: str = "",
     conversion_interval_s: float | None = None,
+    input_ranges: InputRanges | None = None,
 ) -> BundleManifest:
     """Write the files of a bundle into a folder that nobody reads yet.
 
@@ -280,6 +282,7 @@ def fill_bundle(
         name: name of the policy, for readers.
         description: a sentence for readers.
         conversion_interval_s: clock of the conversions in training, if known.
+        input_ranges: what the telemetry fields were in training, if known.
 
     Raises:
         PrfaasError: see `export_network`.
@@ -314,6 +317,7 @@ def fill_bundle(
         evaluation=record.validation,
         versions={**record.versions, **{f"export: {k}": v for k, v in bundle_versions().items()}},
         files={n: FileRecord(sha256="0" * 64, bytes=0) for n in (NETWORK_FILE, CARD_FILE)},
+        input_ranges=input_ranges,
     )
     contents = {NETWORK_FILE: network.content, CARD_FILE: model_card(draft).encode()}
     files = {n: FileRecord(sha256=sha256(content), bytes=len(content)) for n, content in contents.items()}

@@ -548,10 +548,10 @@ class Log:
         try:
             return Scenario.model_validate(self.header.scenario)
         except ValidationError as error:
-            raise first_error(error, f"{self.places_of_header}: scenario") from None
+            raise first_error(error, f"{self.place_of_header}: scenario") from None
 
     @property
-    def places_of_header(self) -> str:
+    def place_of_header(self) -> str:
         """`FILE:1` of the header."""
         return f"{self.places[0][0] if self.places else self.path}:1"
 
@@ -569,7 +569,7 @@ class Log:
         then.__dict__["names"] = self.header.names
         difference = schema.difference(then) if schema.names != self.header.names else "other units or scales"
         raise PrfaasError(
-            f"{self.places_of_header}: the log has other telemetry than this version: {difference}"
+            f"{self.place_of_header}: the log has other telemetry than this version: {difference}"
         )
 
     def telemetry(self) -> Iterator[tuple[int, DecisionLine, Telemetry]]:

@@ -348,6 +348,41 @@ def test_a_foreign_manifest_is_refused(tmp_path: Path, path: str, value: Any, to
     refused(make_bundle(tmp_path / "b", change=edit(path, value)), "manifest.json", told)
 
 
+def with_ranges(low: list[Any], high: list[Any], readings: int = 5) -> Any:
+    return edit("input_ranges", {"low": low, "high": high, "readings": readings})
+
+
+N_FIELDS = len(scenario_schema(SHORT))
+
+
+def test_a_bundle_may_hold_the_ranges_of_its_inputs(tmp_path: Path) -> None:
+    low, high = [None, 1.5] + [0.0] * (N_FIELDS - 2), [None, 1.5] + [2.0] * (N_FIELDS - 2)
+    ranges = ready(make_bundle(tmp_path / "a", change=with_ranges(low, high))).manifest.input_ranges
+    assert ranges is not None
+    assert (ranges.low, ranges.high, ranges.readings) == (tuple(low), tuple(high), 5)
+    # one without them, as all older ones are, reads and writes as before
+    manifest = ready(make_bundle(tmp_path / "b")).manifest
+    assert manifest.input_ranges is None
+    assert "input_ranges" not in manifest.text()
+    assert "input_ranges" in ready(tmp_path / "a").manifest.text()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "readings", "told"),
+    [
+        ([0.0], [0.0], 5, "input_ranges.low has 1 fields, telemetry"),
+        ([0.0] * N_FIELDS, [0.0] * (N_FIELDS - 1), 5, "low has"),
+        ([1.0] * N_FIELDS, [0.0] * N_FIELDS, 5, "field 0: low is 1.0, high 0.0"),
+        ([None] * N_FIELDS, [0.0] * N_FIELDS, 5, "field 0: low is None, high 0.0"),
+        ([0.0] * N_FIELDS, [0.0] * N_FIELDS, 0, "readings"),
+    ],
+)
+def test_ranges_that_make_no_sense(
+    tmp_path: Path, low: list[Any], high: list[Any], readings: int, told: str
+) -> None:
+    refused(make_bundle(tmp_path / "b", change=with_ranges(low, high, readings)), "manifest.json", told)
+
+
 def _rehash(raw: dict[str, Any]) -> None:
     """Make the hash fit the changed fields, as another version of the code would have written it."""
     record = bundle_manifest.TelemetryRecord.model_validate(raw["telemetry"])

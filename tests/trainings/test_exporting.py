@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from prfaas_agents.record import read_record
 from prfaas_env.base import PrfaasError
 from prfaas_env.bundle import BundlePolicy
+from prfaas_env.bundle_manifest import BundleManifest
 from prfaas_env.cli import app
 from prfaas_env.policy import make_policy
 from prfaas_env.simulator.run import simulate
@@ -60,6 +62,7 @@ def test_a_run_goes_out_and_into_simulate(run: Path, tmp_path: Path, runner: Epi
     assert manifest.training.scenarios == record.trained_on
     assert manifest.training.weights_sha256 == record.weights_sha256
     assert manifest.evaluation == record.validation != {}
+    _check_ranges(manifest)
     args = ["simulate", "--set", "measure.horizon_s=60", "--engine", "simpy", "--json", "--policy"]
     figures = []
     for spec in (str(out), f"ppo:path={run}"):
@@ -77,6 +80,26 @@ def test_a_run_goes_out_and_into_simulate(run: Path, tmp_path: Path, runner: Epi
     assert found.facts[1].hash == policy.fingerprint
     with pytest.raises(PrfaasError, match="policy mine: seed 3 was used to train"):
         compare([scenario], rows, seeds=range(3, 4), split="test", runner=runner, engine="simpy")
+
+
+def _check_ranges(manifest: BundleManifest) -> None:
+    """The ranges are those of the first training episodes: 60 s each, a decision a second."""
+    ranges, names = manifest.input_ranges, manifest.telemetry.names
+    assert ranges is not None
+    assert len(ranges.low) == len(names)
+    (scenario,) = quick().load_scenarios()
+    horizon_s = scenario.measure.horizon_s
+    per_episode = math.ceil(horizon_s / manifest.decision.decision_interval_s)
+    assert ranges.readings == exporting.RANGE_EPISODES * per_episode
+    limits = dict(zip(names, zip(ranges.low, ranges.high, strict=True), strict=True))
+    link_bps = scenario.deployment.links[0].capacity_bps
+    assert limits["link0.nominal_capacity_bps"] == (link_bps, link_bps)
+    remote = float(scenario.deployment.prfaas[0].n_instances)
+    assert limits["prfaas0.prefill_instances"] == (remote, remote)
+    low, high = limits["pd0.arrival_rate_30s_rps"]
+    assert low is not None
+    assert high is not None
+    assert 0 < low < high
 
 
 def test_an_exported_policy_runs_where_torch_cannot_be_imported(run: Path, tmp_path: Path) -> None:
@@ -115,6 +138,7 @@ def test_a_checkpoint_and_a_name(run: Path, tmp_path: Path) -> None:
         (alone / name).write_bytes((run / name).read_bytes())
     manifest = export_run(alone / "policy.zip", tmp_path / "b")
     assert (manifest.name, manifest.decision.conversion_interval_s) == ("alone", None)
+    assert manifest.input_ranges is None
 
 
 def test_folders_in_use_are_kept(run: Path, tmp_path: Path) -> None:

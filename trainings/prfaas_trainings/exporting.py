@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prfaas_agents.export import fill_bundle
-from prfaas_agents.learned import load_network
+from prfaas_agents.learned import LearnedPolicy, load_network
 from prfaas_agents.record import PolicyRecord, read_record, resolve
 from prfaas_env.base import PrfaasError
-from prfaas_env.bundle_manifest import MANIFEST_FILE, BundleManifest
+from prfaas_env.bundle_manifest import MANIFEST_FILE, BundleManifest, InputRanges
+from prfaas_env.decision import Decision
+from prfaas_env.policy import PolicyContext
+from prfaas_env.simulator.run import simulate
+from prfaas_env.telemetry import Telemetry
 from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.folders import check_folder, whole_folder
+from prfaas_trainings.randomise import drawn
 from prfaas_trainings.results import METRICS
 
 
@@ -72,6 +81,61 @@ def comparison_figures(path: Path, fingerprint: str) -> dict[str, Any]:
     return {"policy": own[0], **facts, "scenarios": scenarios}
 
 
+#: Training episodes per scenario that the ranges of a policy's inputs are taken from.
+RANGE_EPISODES = 8
+
+
+class _Watched:
+    """A policy that remembers the least and the greatest value of every field that it was shown."""
+
+    constant = False
+
+    def __init__(self, policy: LearnedPolicy) -> None:
+        self._policy = policy
+        self.decision_interval_s = policy.decision_interval_s
+        self.low: NDArray[np.float64] | None = None
+        self.high: NDArray[np.float64] | None = None
+        self.readings = 0
+
+    def reset(self, context: PolicyContext) -> None:
+        """Start an episode."""
+        self._policy.reset(context)
+
+    def decide(self, telemetry: Telemetry) -> Decision:
+        """The policy's decision."""
+        flags = telemetry.schema.scales[-1]
+        absent = (flags >= 0) & (telemetry.values[flags] <= 0.5)
+        low, high = (np.where(absent, end, telemetry.values) for end in (np.inf, -np.inf))
+        self.low = low if self.low is None else np.minimum(self.low, low)
+        self.high = high if self.high is None else np.maximum(self.high, high)
+        self.readings += 1
+        return self._policy.decide(telemetry)
+
+    def ranges(self) -> InputRanges:
+        """What was seen."""
+        assert self.low is not None
+        assert self.high is not None
+        low, high = (
+            tuple(x if math.isfinite(x) else None for x in column.tolist())
+            for column in (self.low, self.high)
+        )
+        return InputRanges(low=low, high=high, readings=self.readings)
+
+
+def input_ranges(config: TrainingConfig, policy: LearnedPolicy) -> InputRanges:
+    """What every telemetry field is while a policy runs on its training scenarios, drawn as in its last stage.
+
+    The first `RANGE_EPISODES` training seeds of each scenario.
+    """
+    watched = _Watched(policy)
+    stage = config.stages()[-1]
+    for scenario in config.load_scenarios():
+        for seed in config.training_seeds.seeds[:RANGE_EPISODES]:
+            played = drawn(scenario, stage.randomise, np.random.default_rng(seed))
+            simulate(played, watched, seed=seed)
+    return watched.ranges()
+
+
 def export_run(
     run: Path, out: Path, *, name: str | None = None, force: bool = False, evaluations: Sequence[Path] = ()
 ) -> BundleManifest:
@@ -111,4 +175,5 @@ def export_run(
             name=name or own_name,
             description=config.description if config is not None else "",
             conversion_interval_s=clocks.pop() if len(clocks) == 1 else None,
+            input_ranges=None if config is None else input_ranges(config, LearnedPolicy(file)),
         )

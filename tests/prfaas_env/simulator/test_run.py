@@ -11,7 +11,7 @@ from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import OwnInterval
 from prfaas_env.scenarios.loader import load_scenario
 from prfaas_env.simulator.engine import ENGINES, make_engine
-from prfaas_env.simulator.run import TIMELINE, EpisodeRun, simulate
+from prfaas_env.simulator.run import TIMELINE, EpisodeRun, run_world, simulate
 from prfaas_env.simulator.world import draw_world
 
 S = 1_000_000_000
@@ -199,3 +199,13 @@ def test_totals_at_the_end_of_the_warm_up_do_not_depend_on_the_steps(tiny):
 def test_engines_by_name():
     for name in ENGINES:
         assert make_engine(name, draw_world(paper(), 0, n_requests=1)).name == name
+
+
+def test_a_world_that_is_there_already_runs_the_same_and_tells_the_plan(tiny):
+    drawn, given = Threshold(20_000.0), Threshold(20_000.0)
+    episode = simulate(tiny, drawn, seed=3, duration_s=60.0)
+    world = draw_world(tiny, 3, horizon_s=60.0)
+    planned = tiny.replace(name="the plan")
+    assert run_world(world, given, end_s=60.0, planned=planned).metrics == episode.metrics
+    assert episode.metrics["requests"]["finished"] > 0
+    assert (drawn.context.scenario, given.context.scenario) == (tiny, planned)
