@@ -745,8 +745,7 @@ class Exchange:
             f.metrics.cached_tokens.inc(self._cached_tokens)
         if self.job.local_reason is None and self.forced is None:
             self.tpot_s = (now_s - self.first_token_s) / (tokens - 1) if tokens > 1 else 0.0
-            tpot_s = (now_s - self.first_token_s) / max(tokens - 1, 1)
-            f.served(self.first_token_s - self.started_s, tpot_s)
+            f.served(self.first_token_s - self.started_s, self.tpot_s)
             for listener in f.listeners:
                 listener.finished(now_s, tokens, self.tpot_s)
 

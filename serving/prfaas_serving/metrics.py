@@ -70,6 +70,7 @@ class Metrics:
     def watch_control(self, control: ControlLoop) -> None:
         """Add the gauges of a control loop."""
         self.registry.register(_Control(control))
+
     def watch_alarms(self, alarms: Callable[[], Iterable[tuple[str, str]]]) -> None:
         """Add a gauge of the alarms raised now; `alarms` gives (name, level) of each."""
         self.registry.register(_Alarms(alarms))
@@ -169,6 +170,31 @@ class _State(Collector):
             ("cluster",),
             [((n,), k.observed_bps(now_s)) for n, k in links],
         )
+        yield family(
+            "link_nominal_bps",
+            "configured capacity",
+            ("cluster",),
+            [((n,), k.nominal_bps) for n, k in links],
+        )
+        yield family(
+            "link_open_transfers",
+            "transfers under way",
+            ("cluster",),
+            [((n,), float(k.open_flows)) for n, k in links],
+        )
+        carried = CounterMetricFamily(
+            "prfaas_router_link_carried_bits", "predicted bits carried by the link", labels=("cluster",)
+        )
+        for name, link in links:
+            carried.add_metric((name,), link.carried_bits(now_s))
+        yield carried
+        slo = f.resolved.scenario.slo
+        yield family(
+            "slo_seconds",
+            "objective of the scenario",
+            ("objective",),
+            [((n,), v) for n, v in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)) if v is not None],
+        )
 
 
 class _Control(Collector):
@@ -209,28 +235,3 @@ class _Control(Collector):
         yield family("late_ticks", "ticks that were skipped", None, {"": float(c.late_ticks)})
         dropped = 0.0 if c.log is None else float(c.log.dropped)
         yield family("log_dropped_lines", "lines of the decision log not written", None, {"": dropped})
-        yield family(
-            "link_nominal_bps",
-            "configured capacity",
-            ("cluster",),
-            [((n,), k.nominal_bps) for n, k in links],
-        )
-        yield family(
-            "link_open_transfers",
-            "transfers under way",
-            ("cluster",),
-            [((n,), float(k.open_flows)) for n, k in links],
-        )
-        carried = CounterMetricFamily(
-            "prfaas_router_link_carried_bits", "predicted bits carried by the link", labels=("cluster",)
-        )
-        for name, link in links:
-            carried.add_metric((name,), link.carried_bits(now_s))
-        yield carried
-        slo = f.resolved.scenario.slo
-        yield family(
-            "slo_seconds",
-            "objective of the scenario",
-            ("objective",),
-            [((n,), v) for n, v in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)) if v is not None],
-        )
