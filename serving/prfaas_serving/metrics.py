@@ -206,7 +206,7 @@ class _Control(Collector):
         return []
 
     def collect(self) -> Iterable[Any]:
-        """Mode, guard, alarms, age of what workers say, ticks and moves."""
+        """Mode, guard, age of what workers say, ticks and moves."""
         import time
 
         c = self._control
@@ -221,7 +221,6 @@ class _Control(Collector):
         guards = {g: float(g == c.guard) for g in ("ok", "hold", "fallback")}
         yield family("mode", "1 = the mode now", "mode", modes)
         yield family("guard", "1 = the guard now", "guard", guards)
-        yield family("alarm", "1 = raised", "alarm", dict.fromkeys(c.alarms, 1.0))
         stale_s = c.live.stale_s(time.monotonic())
         yield family("stale_seconds", "age of the oldest figures in use", None, {"": stale_s})
         yield family(
