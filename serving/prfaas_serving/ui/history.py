@@ -174,6 +174,9 @@ class History:
     def rejected(self, now_s: float, reason: str) -> None:
         """It was refused; the metrics count it."""
 
+    def ended(self, now_s: float, ended: object) -> None:
+        """It is over, however it ended; the metrics count it."""
+
     # ------------------------------------------------------------------ by the timer
 
     def watch_roles(self, unix_s: float) -> None:
