@@ -168,6 +168,8 @@ class HeaderLine(_Line):
     policy_hash: str
     backend: str
     mode: Mode
+    policy_seed: Count = 0
+    """Seed of the policy's own randomness."""
     part: Count = 0
     recent_lengths: Lengths = ()
     """Incremental lengths before the first decision of this file, at most 300 per PD cluster."""

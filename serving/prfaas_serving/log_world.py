@@ -38,12 +38,16 @@ from prfaas_env.simulator.world import CapacityTrace, World
 from prfaas_env.telemetry import EVIDENCE_WINDOW_S, Telemetry, within
 from prfaas_env.workload.requests import RequestTable
 from prfaas_serving.decision_log import DecisionLine, Log, RequestLine
-from prfaas_serving.replay import POLICY_SEED
 
 BoolArray = NDArray[np.bool_]
 
 #: Seed of what is drawn beside the recorded world (the delay of a link with jitter).
 WORLD_SEED = 0
+#: Evidence of the link's capacity no older than this is of the window that ends now.
+FRESH_S = 1.0
+#: How far back what was observed is put, in seconds: for the first window in a row, and for one that follows another.
+FIRST_BACK_S = float(EVIDENCE_WINDOW_S)
+LATER_BACK_S = EVIDENCE_WINDOW_S / 2
 #: A client that gave up is told from a deadline that ended its request by this share.
 _DEADLINE_SHARE = 0.99
 
@@ -94,6 +98,8 @@ class RecordedWorld:
     """What was put in force in the log."""
     planned: Scenario
     """What policies are told of."""
+    policy_seed: int
+    """Seed of a policy's own randomness."""
     start_ns: int
     """Router clock of the world's time 0."""
     notes: tuple[str, ...]
@@ -132,27 +138,34 @@ def _deployment(log: Log, notes: list[str]) -> Deployment:
         prfaas.append(PrfaasCluster.model_validate({**remote.model_dump(), "n_instances": n}))
         _note_changes(remote.name, counts, notes)
     for i, pd in enumerate(scenario.deployment.pd):
-        n_prefill = round(first[f"pd{i}.prefill_instances"])
-        n_decode = round(first[f"pd{i}.decode_instances"])
-        converting = round(first[f"pd{i}.converting_instances"])
-        if converting:
-            notes.append(f"{pd.name}: {converting} instances were changing role at the start; left out")
-        fields = {
-            "n_prefill": n_prefill,
-            "n_decode": n_decode,
-            "min_prefill": min(pd.prefill_floor, n_prefill),
-            "min_decode": min(pd.min_decode, max(n_decode, 1)),
-        }
-        if n_decode < 1:
-            raise PrfaasError(
-                f"{log.path}: the first reading has no decode instance at {pd.name}: nothing to simulate"
-            )
-        pds.append(PdCluster.model_validate({**pd.model_dump(), **fields}))
-        total = sum(_column(log, f"pd{i}.{name}_instances") for name in ("prefill", "decode", "converting"))
-        _note_changes(pd.name, np.asarray(total), notes)
+        pds.append(_pd_cluster(log, i, pd, first, notes))
     for k, link in enumerate(scenario.deployment.links):
         links.append(link.model_copy(update={"capacity_bps": first[f"link{k}.nominal_capacity_bps"]}))
     return Deployment(prfaas=tuple(prfaas), pd=tuple(pds), links=tuple(links))
+
+
+def _pd_cluster(log: Log, i: int, pd: PdCluster, first: dict[str, float], notes: list[str]) -> PdCluster:
+    """A PD cluster as the first reading has it; as planned where the log is of a router that does not serve it."""
+    n_prefill, n_decode, converting = (
+        round(first[f"pd{i}.{name}_instances"]) for name in ("prefill", "decode", "converting")
+    )
+    if n_decode < 1:
+        if any(line.pd == i for line in log.requests):
+            raise PrfaasError(
+                f"{log.path}: the first reading has no decode instance at {pd.name}: nothing to simulate"
+            )
+        return pd
+    if converting:
+        notes.append(f"{pd.name}: {converting} instances were changing role at the start; left out")
+    total = sum(_column(log, f"pd{i}.{name}_instances") for name in ("prefill", "decode", "converting"))
+    _note_changes(pd.name, np.asarray(total), notes)
+    fields = {
+        "n_prefill": n_prefill,
+        "n_decode": n_decode,
+        "min_prefill": min(pd.prefill_floor, n_prefill),
+        "min_decode": min(pd.min_decode, n_decode),
+    }
+    return PdCluster.model_validate({**pd.model_dump(), **fields})
 
 
 def _note_changes(cluster: str, counts: FloatArray, notes: list[str]) -> None:
@@ -167,7 +180,8 @@ def _note_changes(cluster: str, counts: FloatArray, notes: list[str]) -> None:
 def _capacity(log: Log, link: int, start_ns: int) -> CapacityTrace:
     """Capacity as the router observed it.
 
-    What it observed is the rate of a window, and stands for the middle of that window.
+    What it observed is the rate of a window in which the link was the limit throughout: the first such window holds
+    from its beginning on, each further one moves on with time and stands for its middle.
     """
     value, valid, age_s, nominal = (
         _column(log, f"link{link}.{name}")
@@ -179,14 +193,15 @@ def _capacity(log: Log, link: int, start_ns: int) -> CapacityTrace:
         )
     )
     steps: list[tuple[int, float]] = [(0, float(nominal[0]))]
+    was_fresh = False
     for line, seen, ok, age, most in zip(log.decisions, value, valid, age_s, nominal, strict=True):
         bps = float(seen if ok > 0.5 else most)
+        fresh = ok > 0.5 and age < FRESH_S
+        back_s = (LATER_BACK_S if was_fresh else FIRST_BACK_S) if fresh else 0.0
+        was_fresh = fresh
         if bps == steps[-1][1]:
             continue
-        at_ns = line.time_ns - start_ns
-        if ok > 0.5 and age < EVIDENCE_WINDOW_S / 2:
-            at_ns -= ns_from_s(EVIDENCE_WINDOW_S / 2)
-        at_ns = max(at_ns, 0)
+        at_ns = max(line.time_ns - start_ns - ns_from_s(back_s), 0)
         while steps and steps[-1][0] >= at_ns:
             steps.pop()
         steps.append((at_ns, bps))
@@ -310,7 +325,9 @@ def recorded_world(log: Log) -> RecordedWorld:
         jitter_ns=draw_jitter_ns(here, len(lines), WORLD_SEED),
     )
     policy = _recorded_policy(log, start_ns, notes)
-    return RecordedWorld(world, tuple(lines), policy, scenario, start_ns, tuple(notes))
+    return RecordedWorld(
+        world, tuple(lines), policy, scenario, log.header.policy_seed, start_ns, tuple(notes)
+    )
 
 
 # --------------------------------------------------------------------------------- the decisions
@@ -475,7 +492,7 @@ def simulated(recorded: RecordedWorld, policy: Policy, label: str, engine: str =
         engine=engine,
         drain=True,
         planned=recorded.planned,
-        policy_seed=POLICY_SEED,
+        policy_seed=recorded.policy_seed,
     )
     return _run_of(recorded, episode, label)
 

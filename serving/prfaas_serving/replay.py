@@ -11,10 +11,7 @@ from typing import Any
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import Policy, PolicyContext, make_policy, policy_hash, refuse_simulator_only
-from prfaas_serving.decision_log import EventLine, Log
-
-#: Seed of a policy's own randomness in the router, so that a replay draws the same.
-POLICY_SEED = 0
+from prfaas_serving.decision_log import DecisionLine, EventLine, Log
 
 #: In what two decisions can differ: the threshold, the margin, one against the other, the cache rule, the node move.
 KINDS = ("threshold", "margin", "threshold or margin", "cache rule", "move")
@@ -114,6 +111,11 @@ class Rerun:
         }
 
 
+def context_of(log: Log) -> PolicyContext:
+    """What the policy of a log was told before its first decision."""
+    return PolicyContext(log.scenario, log.schema, log.header.policy_seed)
+
+
 def policy_for(log: Log, spec: str) -> tuple[Policy, str]:
     """(policy, its hash) ready to decide on the log's readings.
 
@@ -122,7 +124,7 @@ def policy_for(log: Log, spec: str) -> tuple[Policy, str]:
     """
     policy = make_policy(spec)
     refuse_simulator_only(policy, spec, "be run on a log")
-    policy.reset(PolicyContext(log.scenario, log.schema, POLICY_SEED))
+    policy.reset(context_of(log))
     return policy, policy_hash(policy, spec)
 
 
@@ -140,7 +142,15 @@ class _Policies:
             ]
         )
         self._next = next(self._reloads, None)
+        self._was_off = False
         self.policy, self.hash = policy_for(log, log.header.policy_spec if spec is None else spec)
+
+    def pass_by(self, line: DecisionLine) -> None:
+        """A decision, in order, whether the policy was asked or not: when the loop was off, it begins anew after."""
+        is_off = line.mode == "off"
+        if self._was_off and not is_off:
+            self.policy.reset(context_of(self._log))
+        self._was_off = is_off
 
     def at(self, k: int, wanted_hash: str) -> Policy | None:
         """The policy to ask at the decision in place `k`; None if it is one that the log does not name."""
@@ -172,6 +182,7 @@ def rerun(log: Log, spec: str | None = None) -> Rerun:
     is_own = policies.hash == log.header.policy_hash
     found = Rerun(log.header.policy_spec if spec is None else spec, policies.hash, is_own)
     for k, line, telemetry in log.telemetry():
+        policies.pass_by(line)
         if line.proposed is None:
             found.not_asked += 1
             continue

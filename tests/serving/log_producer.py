@@ -26,7 +26,6 @@ from prfaas_serving.decision_log import (
     line_bytes,
     read_log,
 )
-from prfaas_serving.replay import POLICY_SEED
 
 UNIX_S = 1_700_000_000.0
 _OUTCOMES = {Status.FINISHED: "finished", Status.REJECTED: "rejected", Status.ABORTED: "aborted"}
@@ -87,10 +86,10 @@ def produce(
     """
     world = draw_world(scenario, seed)
     run = EpisodeRun(world, "compiled")
+    head = header_of(scenario, spec, **(header or {}))
     policy, acting = make_policy(spec), make_policy(rule or spec)
     for each in (policy, acting):
-        each.reset(PolicyContext(scenario, world.schema, POLICY_SEED))
-    head = header_of(scenario, spec, **(header or {}))
+        each.reset(PolicyContext(scenario, world.schema, head.policy_seed))
     out = Produced(path, world, run)
     timed: list[tuple[int, int, Any]] = []
     end_ns = ns_from_s(scenario.measure.horizon_s)

@@ -29,7 +29,7 @@ from prfaas_serving.decision_log import (
 )
 from prfaas_serving.log_commands import replay as replay_command
 from prfaas_serving.log_world import difference, recorded_world, simulated, what_happened
-from prfaas_serving.replay import KINDS, decision_text, differences, rerun
+from prfaas_serving.replay import KINDS, context_of, decision_text, differences, rerun
 from tests.prfaas_env.bundles import make_bundle
 from tests.serving.log_producer import (
     TINY,
@@ -106,9 +106,13 @@ def test_other_rules_say_the_same_again(folder: Path, spec: str) -> None:
 def test_a_bundle_says_the_same_again(tmp_path: Path, options: dict[str, Any], how: str) -> None:
     bundle = make_bundle(tmp_path / "bundle", **options)
     short = BUSY.replace(measure={"horizon_s": 60})
-    produce(tmp_path / "log", short, f"{bundle}{how}", drain=False)
-    found = rerun(read_log(tmp_path / "log"))
+    produce(tmp_path / "log", short, f"{bundle}{how}", drain=False, header={"policy_seed": 7})
+    log = read_log(tmp_path / "log")
+    found = rerun(log)
     assert (found.share, found.compared) == (1.0, 60)
+    if how:  # another seed draws something else
+        other = changed(log, tmp_path / "other", lambda line: line, policy_seed=8)
+        assert rerun(other).share < 1.0
 
 
 def test_a_log_of_several_files_is_run_again_whole(tmp_path: Path) -> None:
@@ -204,6 +208,25 @@ def test_a_decision_without_a_policy_is_not_compared(busy: Log, tmp_path: Path) 
     found = rerun(changed(busy, tmp_path / "log", change))
     assert (found.compared, found.identical) == (251, 251)
     assert found.not_asked == len(busy.decisions) - 251
+
+
+def test_out_of_off_a_policy_begins_anew(tmp_path: Path) -> None:
+    """A recurrent policy: after mode off its state is that of a start, as in the router."""
+    bundle = make_bundle(tmp_path / "bundle", recurrent=True)
+    produce(tmp_path / "log", BUSY.replace(measure={"horizon_s": 60}), str(bundle), drain=False)
+    log = read_log(tmp_path / "log")
+    policy = make_policy(str(bundle))
+    lines = []
+    for _, line, telemetry in log.telemetry():
+        if line.n in (0, 30):
+            policy.reset(context_of(log))
+        off = 20 <= line.n < 30
+        proposed = None if off else policy.decide(telemetry)
+        lines.append(dataclasses.replace(line, proposed=proposed, mode="off" if off else "active"))
+    found = rerun(write(tmp_path / "anew", log.header, lines))
+    assert (found.compared, found.identical, found.not_asked) == (50, 50, 10)
+    told = [dataclasses.replace(line, mode="active") for line in lines]
+    assert rerun(write(tmp_path / "on", log.header, told)).share < 1.0
 
 
 def test_kinds_of_difference() -> None:
@@ -507,6 +530,25 @@ def test_instances_that_come_and_go_are_told(tmp_path: Path) -> None:
     assert notes == (
         "prfaas0: 2 to 3 instances in the log, simulated with 3 throughout (another number for 25.0% of the time)",
     )
+
+
+def test_the_log_of_one_router_of_two(tmp_path: Path) -> None:
+    """A router serves one PD cluster; of the other one its readings know nothing."""
+    scenario = load_scenario("shared_prfaas", overrides=["measure.horizon_s=60", "measure.warmup_s=0"])
+    produce(tmp_path / "log", scenario, "static")
+    log = read_log(tmp_path / "log")
+    unknown = [k for k, name in enumerate(log.header.names) if name.startswith("pd1.")]
+
+    def blind(line: Any) -> Any:
+        if isinstance(line, RequestLine):
+            return None if line.pd == 1 else line
+        values = [0.0 if k in unknown else v for k, v in enumerate(line.values)]
+        return dataclasses.replace(line, values=tuple(values))
+
+    one = changed(log, tmp_path / "one", blind)
+    recorded = recorded_world(one)
+    assert recorded.world.scenario.deployment.pd[1] == scenario.deployment.pd[1]
+    assert simulated(recorded, recorded.policy, "x").unserved == 0
 
 
 @pytest.mark.parametrize(
