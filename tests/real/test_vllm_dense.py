@@ -63,11 +63,12 @@ class Trio:
         return self.remote, self.local, self.decode
 
     def places(self, *, local: bool = True, **entries: dict[str, Any]) -> dict[str, Place]:
-        """The deployment; `entries` are more fields of workers by name."""
+        """The deployment; `entries` are more fields of workers by name. Without a local prefill worker the decode
+        worker prefills what is not remote."""
         found = {
             "remote": Place(self.remote, "prfaas0", "prefill"),
             "local": Place(self.local, "pd0", "prefill"),
-            "decode": Place(self.decode, "pd0", "decode"),
+            "decode": Place(self.decode, "pd0", "decode" if local else "both"),
         }
         if not local:
             del found["local"]
