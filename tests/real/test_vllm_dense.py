@@ -211,13 +211,14 @@ def test_streams_are_intact(trio: Trio) -> None:
     async def work() -> None:
         body = {
             "model": MODEL,
-            "messages": [{"role": "user", "content": "The remote cluster prefills long prompts. " * 40}],
+            "messages": [{"role": "user", "content": " ".join(map(str, trio.prompts.fresh(300)))}],
             "max_tokens": 40,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            "skip_special_tokens": False,
         }
         async with routing(trio.places(), ALWAYS) as live:
             through = await live.post(CHAT, body)
