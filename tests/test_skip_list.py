@@ -30,7 +30,17 @@ def _run(folder: Path, listed: dict[str, str]) -> tuple[int, str]:
     (folder / "test_some.py").write_text(TESTS)
     (folder / "skips.yaml").write_text(yaml.safe_dump(listed))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.real.skips", "-p", "no:cacheprovider", "test_some.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.real.skips",
+            "-p",
+            "no:cacheprovider",
+            "test_some.py",
+        ],
         cwd=folder,
         env={
             **os.environ,

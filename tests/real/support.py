@@ -164,8 +164,16 @@ async def routing(
         "decision": {"threshold_tokens": threshold},
         "length": {"tokenizer": str(model)},
         "cache": {"enabled": False},
+        # a busy machine accepts connections late
+        "upstream": {"connect_s": 20.0},
         **config,
-        "health": {"canary": False, "ramp_s": 0.0, "load_poll_s": 0.5, **config.get("health", {})},
+        "health": {
+            "canary": False,
+            "ramp_s": 0.0,
+            "load_poll_s": 0.5,
+            "probe_timeout_s": 5.0,
+            **config.get("health", {}),
+        },
         "deadlines": {"transfer_floor_s": 20.0, **config.get("deadlines", {})},
     }
     router = Router(Resolved(RouterConfig.model_validate(raw)))
