@@ -633,6 +633,12 @@ def test_a_killed_prefill_worker(trio: Trio) -> None:
             between_s = time.monotonic() - began_s
             assert between.status == 200, between.body
             assert ids_of(between.json) == ids_of(await live.alone(trio.local, prompt, 8))
+            if between.headers["X-Prfaas-Route"] == "remote":
+                # the engine has prefilled the prompt itself, and says so
+                failed = "vllm:nixl_num_failed_transfers_total"
+                decode = live.worker("decode")
+                await until(lambda: decode.load.fields.get(failed), "the router has read it")
+                assert live.metric("worker_failed_transfers", worker="decode") > 0
             # staged KV died with its worker: nobody has to be told
             await live.free("local", "decode")
             say(
