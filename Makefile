@@ -13,6 +13,9 @@ WORKERS ?= 2
 MINUTES ?= 10
 FIRST ?= 1000000
 ARGS ?=
+VLLM_ENV := .envs/vllm
+VLLM_STAMP := $(VLLM_ENV)/.installed
+VLLM_LIST := tests/real/vllm-requirements.txt
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 # One thread per process and a fixed hash seed, so that a test run is the same everywhere.
 TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
@@ -20,7 +23,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-serving bench test test-slow test-serving-slow fuzz lint format constraints clean
+.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -65,6 +68,17 @@ test-slow: install ## Run the tests that take minutes
 test-serving-slow: install ## Run the long tests of the router: chaos, memory, abort storm, strange requests
 	$(PYTEST) -n 0 -m slow tests/serving $(ARGS)
 
+test-vllm: install $(VLLM_STAMP) ## Run the router in front of real vLLM workers on CPUs (own environment of 2.7 GB in .envs/vllm)
+	$(TEST_ENV) PRFAAS_REAL=1 PRFAAS_VLLM_ENV=$(VLLM_ENV) PRFAAS_VLLM_FOLDER=runs/vllm \
+		$(PY) -m pytest -n 0 -v --durations=5 tests/real/test_vllm_*.py $(ARGS)
+
+$(VLLM_STAMP): $(VLLM_LIST) | $(STAMP)
+	$(PY) -m venv --clear $(VLLM_ENV)
+	$(if $(TORCH_INDEX),$(VLLM_ENV)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
+		$$(grep '^torch==' $(VLLM_LIST)))
+	$(VLLM_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r $(VLLM_LIST)
+	@touch $@
+
 fuzz: install ## Compare the engines on random worlds (MINUTES=10, FIRST=1000000)
 	$(TEST_ENV) $(PY) -m tests.differential.fuzz --minutes $(MINUTES) --first $(FIRST)
 
@@ -86,6 +100,6 @@ constraints: install ## Pin the newest allowed packages anew in constraints.txt 
 	mv build/constraints/pins constraints.txt
 	rm -rf build/constraints
 
-clean: ## Remove caches and build output (keeps .venv and runs/)
+clean: ## Remove caches and build output (keeps .venv, .envs and runs/)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./.envs -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -184,14 +184,14 @@ class Exchange:
             )
 
     def _over_model_length(self, prompt: Prompt) -> bool:
-        """Whether a count (no estimate) says that every decode worker will refuse."""
+        """Whether a count (no estimate) says that every decode worker will refuse: no room for one token, or more
+        asked for than the whole length. In between engines give what room there is."""
         if prompt.source == "estimate":
             return False
         limits = [w.max_model_len for w in self._f.fleet.decode.workers if w.max_model_len is not None]
         if not limits:
             return False
-        wanted = self.job.max_output_tokens
-        return prompt.tokens + (wanted if wanted is not None else 0) > max(limits)
+        return prompt.tokens >= max(limits) or (self.job.max_output_tokens or 0) > max(limits)
 
     async def _attempt(self) -> Answer:
         """One try on the present route."""

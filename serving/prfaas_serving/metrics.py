@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prfaas_serving.control import ControlLoop
     from prfaas_serving.forward import Forwarder
 
+_FAILED = "vllm:nixl_num_failed_transfers_total"
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 
 
@@ -156,6 +157,12 @@ class _State(Collector):
             "tokens whose KV the worker says it fetched, over those it was told to fetch",
             ("worker",),
             [((w.name,), w.kv_moved_share) for w in workers if w.kv_moved_share is not None],
+        )
+        yield family(
+            "worker_failed_transfers",
+            "KV transfers that the worker says failed; it prefilled those prompts itself",
+            ("worker",),
+            [((w.name,), w.load.fields[_FAILED]) for w in workers if _FAILED in w.load.fields],
         )
         links = f.paths.links.items()
         yield family(

@@ -120,12 +120,18 @@ def test_a_new_process_at_an_old_address_starts_cold() -> None:
 def test_a_request_that_no_decode_worker_can_take_is_refused_before_any_prefill() -> None:
     async def work() -> None:
         async with serving(workers=PAIR, spec={"max_model_len": 400}) as s:
-            reply = await s.complete(LONG, 200)  # 300 + 200
-            assert reply.status == 400
-            assert "maximum context length" in reply.json["error"]["message"]
+            too_much, too_long = (LONG, 401), (LONG + LONG, 1)  # 300 and 600 tokens
+            for prompt, tokens in (too_much, too_long):
+                reply = await s.complete(prompt, tokens)
+                assert reply.status == 400
+                assert "maximum context length" in reply.json["error"]["message"]
             assert not s.workers["r1"].seen
-            assert s.metric("decisions_total", route="alone", reason="over_model_length") == 1
-            assert (await s.complete(LONG, 100)).status == 200
+            assert s.metric("decisions_total", route="alone", reason="over_model_length") == 2
+            # more than there is room for is no mistake: engines give what there is
+            reply = await s.complete(LONG, 200)
+            assert reply.status == 200
+            assert reply.json["usage"]["completion_tokens"] == 100
+            assert reply.headers["X-Prfaas-Route"] == "remote"
             await s.settled()
 
     run(work)

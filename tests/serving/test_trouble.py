@@ -272,6 +272,9 @@ def test_a_missing_part_is_noticed_and_computed() -> None:
             reply = await s.complete(LONG)
             assert (reply.status, reply.text) == (200, RIGHT)
             assert s.workers["d1"].counters["vllm:nixl_num_failed_transfers_total"] == 1
+            failed = "vllm:nixl_num_failed_transfers_total"
+            await until(lambda: s.worker("d1").load.fields.get(failed) == 1, "the router has read it", 30.0)
+            assert s.metric("worker_failed_transfers", worker="d1") == 1
             await s.settled()
 
     run(work)

@@ -369,8 +369,10 @@ class FakeWorker:
         wanted = body.get("max_completion_tokens", body.get("max_tokens")) or 16
         if not isinstance(wanted, int) or wanted < 1:
             raise Refused(400, "max_tokens must be at least 1")
-        if len(ids) + wanted > self.spec.max_model_len:
+        room = self.spec.max_model_len - len(ids)
+        if room < 1 or wanted > self.spec.max_model_len:
             raise Refused(400, f"This model's maximum context length is {self.spec.max_model_len} tokens")
+        wanted = min(wanted, room)
         if self._waiting >= self.spec.max_queue:
             raise Refused(503, "engine is currently busy")
         self._waiting += 1
