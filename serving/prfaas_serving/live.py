@@ -136,8 +136,9 @@ class LinkWatch:
         if early or self._has_slot(sending.at):
             self._learn(sending)
 
-    def unsent_bits(self) -> float:
+    def unsent_bits(self, now_s: float) -> float:
         """Bits of open transfers that should still be on their way."""
+        self.advance(self._clock.ns(now_s))
         return sum(s.left_bits for s in self._open.values())
 
     def sending_to(self, worker: str) -> int:
@@ -589,7 +590,7 @@ class LiveTelemetry:
         out.update(
             backlog_bytes=backlog_bits / BITS_PER_BYTE,
             backlog_s=backlog_bits / watch.meter.observed_bps,
-            staged_bytes=watch.unsent_bits() / BITS_PER_BYTE,
+            staged_bytes=watch.unsent_bits(now_s) / BITS_PER_BYTE,
             open_flows=float(link.open_flows),
             retransmission_share=0.0,
         )

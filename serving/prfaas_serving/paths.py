@@ -44,6 +44,9 @@ class LinkListener(Protocol):
     def closed(self, flow: Flow, now_s: float, arrived: bool) -> None:
         """It has arrived, or will not."""
 
+    def unsent_bits(self, now_s: float) -> float:
+        """Bits of open transfers that should still be on their way."""
+
 
 class LinkState:
     """Counters of one link; rates are bits per real second.
@@ -105,6 +108,8 @@ class LinkState:
 
     def backlog_bits(self, now_s: float) -> float:
         """Bits routed over the link and not yet arrived, as far as the router can tell."""
+        if self.listener is not None:
+            return self._pending_bits + self.listener.unsent_bits(now_s)
         self._advance(now_s)
         return self._pending_bits + self._unsent_bits
 

@@ -48,14 +48,16 @@ name: parity
 deployment:
   prfaas: [{name: prfaas0, hardware: h200, n_instances: 2}]
   pd: [{name: pd0, hardware: h20, n_prefill: 2, n_decode: 3, min_prefill: 2, min_decode: 3}]
-  links: [{prfaas: prfaas0, pd: pd0, capacity_bps: 20 Gbps}]
+  links: [{prfaas: prfaas0, pd: pd0, capacity_bps: 6 Gbps}]
 transport: {pipelining: false}
 workload:
-  arrivals: {kind: poisson, rate_rps: 0.8}
+  arrivals: {kind: poisson, rate_rps: 1.1}
   input_tokens: {kind: lognormal, mu: 9.3, sigma: 0.9, min_tokens: 128, max_tokens: 60000}
-  output_tokens: {kind: poisson, mean_tokens: 40}
+  output_tokens: {kind: poisson, mean_tokens: 100}
 slo: {ttft_s: 4, tpot_s: 0.03}
 """
+#: A link that carries a quarter for a while, with nominal capacity unchanged: what is observed must show it.
+SLOW_LINK = "link_capacity: {kind: steps, at_s: [80, 170], capacity_bps: [1.5 Gbps, 6 Gbps]}\n"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,17 @@ REPLAYED: dict[str, Within] = {
     "threshold_valid": Within(0.0, 0.0, 0.98),
     "margin_s": Within(1e-6, 1e-9, 0.98),
     "margin_valid": Within(0.0, 0.0, 0.98),
+}
+#: With a link that changes: it shows in arrivals alone, so what is on its way is known with a delay.
+SLOWED: dict[str, Within] = {
+    **REPLAYED,
+    "decode_busy_instances": Within(1.0, 0.0, 0.98),
+    "backlog_bytes": Within(3e8, 0.1, 0.85),
+    "backlog_s": Within(0.3, 0.1, 0.85),
+    "staged_bytes": Within(3e8, 0.1, 0.85),
+    "utilisation_5s": Within(0.05, 0.1, 0.9),
+    "utilisation_30s": Within(0.02, 0.05, 0.9),
+    "observed_capacity_bps": Within(0.0, 0.15, 0.9),
 }
 #: The same through a router in scaled real time: timers, transport and a busy machine come on top. Queues are counts
 #: and sums that jump with every event, so that most of their intervals must agree, not all.
@@ -151,10 +164,10 @@ class Run:
         return np.array([t.values for t in self.readings])
 
 
-def scenario_file(folder: Path) -> Path:
-    """The scenario as a file."""
+def scenario_file(folder: Path, more: str = "") -> Path:
+    """The scenario as a file, with `more` of YAML."""
     path = folder / "parity.yaml"
-    path.write_text(SCENARIO, encoding="utf-8")
+    path.write_text(SCENARIO + more, encoding="utf-8")
     return path
 
 

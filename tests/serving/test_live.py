@@ -350,7 +350,7 @@ def test_no_more_is_delivered_than_was_routed_nor_than_the_link_carries(
             w.closed(flows.pop(which % len(flows)), now, arrived=what == "c")
         assert 0.0 < w.rate_bps <= 100.0
         assert 1.0 <= w.meter.observed_bps <= 100.0
-        assert w.unsent_bits() >= 0.0
+        assert w.unsent_bits(now) >= 0.0
     for flow in flows:
         w.closed(flow, now, arrived=True)
     w.advance(int((now + 100.0) * 1e9))
@@ -437,7 +437,7 @@ def test_requests_through_a_router_arrive_in_the_reading() -> None:
             assert len(live.new_lengths) == 3
             assert t.link[0].utilisation_5s >= 0.0
             assert (pd.decode_sequences, pd.prefill_busy_instances, t.link[0].open_flows) == (0, 0, 0)
-            assert live.links["prfaas0"].unsent_bits() == 0.0
+            assert live.links["prfaas0"].unsent_bits(time.monotonic()) == 0.0
             await s.settled()
 
     run(work)

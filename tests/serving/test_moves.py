@@ -65,6 +65,7 @@ class Traffic:
 
     setup: Setup
     asked: int = 0
+    answered: int = 0
     wrong: list[str] = field(default_factory=list)
     stop: bool = False
 
@@ -79,6 +80,7 @@ class Traffic:
             reply = await self.setup.post("/v1/completions", body)
             if reply.status != 200 or reply.text != expected_text(body, tokens):
                 self.wrong.append(f"{number}.{k}: {reply.status} {reply.text[:80]!r}")
+            self.answered += 1
 
 
 async def moved(actuator: RoleActuator, move: Move) -> str:
@@ -111,12 +113,13 @@ def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
             ]
             for move in itertools.islice(itertools.cycle(plan), 20):
                 await moved(actuator, move)
-                await asyncio.sleep(0.02)
+                so_far = traffic.answered
+                await until(lambda n=so_far: traffic.answered >= n + 6, "requests go on", 60.0)
             traffic.stop = True
             await asyncio.gather(*clients)
             looking.cancel()
             assert traffic.wrong == []
-            assert traffic.asked > 40
+            assert traffic.answered == traffic.asked >= 120
             assert len(watch.done) == 20
             assert watch.not_drained == []
             assert watch.most_under_way == 1

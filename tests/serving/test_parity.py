@@ -13,6 +13,9 @@ from prfaas_env.scenarios import load_scenario
 from tests.serving.parity import (
     OVER_HTTP,
     REPLAYED,
+    SLOW_LINK,
+    SLOWED,
+    Within,
     decided_alike,
     differences,
     over_http,
@@ -22,13 +25,18 @@ from tests.serving.parity import (
 )
 
 
-def test_the_same_events_give_the_same_readings_and_decisions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "tolerances"), [("", REPLAYED), (SLOW_LINK, SLOWED)], ids=["steady", "slow_link"]
+)
+def test_the_same_events_give_the_same_readings_and_decisions(
+    more: str, tolerances: dict[str, Within], tmp_path: Path
+) -> None:
     """Four minutes at the door, in queues, on the link and in decode, with the threshold of the paper's scheduler."""
-    file = scenario_file(tmp_path)
+    file = scenario_file(tmp_path, more)
     scenario = load_scenario(file)
     world, sim, records = simulated(scenario, "dual_timescale", seed=3, seconds=240)
     live = replay(file, world, sim, records)
-    assert differences(sim, live, REPLAYED) == {}
+    assert differences(sim, live, tolerances) == {}
     assert [t.recent_lengths_tokens[0].tolist() for t in live.readings] == [
         t.recent_lengths_tokens[0].tolist() for t in sim.readings
     ]
@@ -43,7 +51,7 @@ def test_the_same_events_give_the_same_readings_and_decisions(tmp_path: Path) ->
 
 def test_a_difference_is_found(tmp_path: Path) -> None:
     file = scenario_file(tmp_path)
-    world, sim, records = simulated(load_scenario(file), "static:threshold_tokens=9000", seed=3, seconds=40)
+    world, sim, records = simulated(load_scenario(file), "static:threshold_tokens=9000", seed=3, seconds=60)
     live = replay(file, world, sim, records)
     index = world.schema.index["pd0.prefill_queue_work_s"]
     for reading in live.readings[10:]:
@@ -54,7 +62,7 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     other = make_policy("static:threshold_tokens=10000")
     other.reset(PolicyContext(load_scenario(file), world.schema, 0))
     live.decisions[0] = other.decide(sim.readings[0])
-    assert decided_alike(sim, live) == pytest.approx(39 / 40)
+    assert decided_alike(sim, live) == pytest.approx(59 / 60)
 
 
 @pytest.mark.slow
