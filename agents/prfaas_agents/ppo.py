@@ -30,7 +30,10 @@ MAX_SCALED = 10.0
 
 
 class FixedScaling(BaseFeaturesExtractor):
-    """(observation - shift) * gain per field, clipped to -10..10. Both are buffers, saved with the weights."""
+    """(observation - shift) * gain per field, clipped to -10..10. Both are buffers, saved with the weights.
+
+    Columns that only a critic reads (`foresight`) come last, and observations may lack them.
+    """
 
     shift: torch.Tensor
     gain: torch.Tensor
@@ -44,13 +47,15 @@ class FixedScaling(BaseFeaturesExtractor):
     def fit(self, observations: NDArray[np.float32]) -> None:
         """Take mean and spread per field from observations, shape (samples, fields)."""
         spread = np.maximum(observations.std(axis=0), MIN_SPREAD)
+        n = observations.shape[1]
         with torch.no_grad():
-            self.shift.copy_(torch.as_tensor(observations.mean(axis=0)))
-            self.gain.copy_(torch.as_tensor(1.0 / spread))
+            self.shift[:n] = torch.as_tensor(observations.mean(axis=0))
+            self.gain[:n] = torch.as_tensor(1.0 / spread)
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         """Scaled observations, same shape."""
-        return torch.clamp((observations - self.shift) * self.gain, -MAX_SCALED, MAX_SCALED)
+        n = observations.shape[-1]
+        return torch.clamp((observations - self.shift[:n]) * self.gain[:n], -MAX_SCALED, MAX_SCALED)
 
 
 def policy_kwargs(hidden: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> dict[str, Any]:

@@ -29,6 +29,9 @@ class WarmStartSettings(Frozen):
         default=0.125, ge=0, le=1, description="share of the envs that never move a node"
     )
     detour_share: float = Field(default=0.375, ge=0, le=1, description="share of the envs sent on detours")
+    move_cost_s: float = Field(
+        default=0.0, ge=0, description="request-seconds that a move costs whatever the roll-outs say"
+    )
     cost_scale_s: float = Field(
         default=50.0, gt=0, description="request-seconds; prices beyond weigh less (Huber loss)"
     )
