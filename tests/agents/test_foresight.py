@@ -65,7 +65,8 @@ def test_every_cluster_and_link_has_columns_of_its_own() -> None:
     sight = Foresight(SITES, 15.0)
     n_pd, n_links = len(SITES.deployment.pd), len(SITES.deployment.links)
     table = sight.table(world)
-    assert table.shape[0] == 4 * n_pd + n_links and n_pd > 1
+    assert table.shape[0] == 4 * n_pd + n_links
+    assert n_pd > 1
     for pd in range(n_pd):
         assert table[4 * pd, -1] * 15.0 == pytest.approx((world.pd_of == pd).sum())
 
@@ -80,7 +81,8 @@ def test_the_wrapper_adds_columns_and_follows_each_env_into_its_next_episode() -
     batched, env = made(SHORT, longer)
     env.seed(7)
     seen: Any = env.reset()
-    assert seen.shape == (4, *env.observation_space.shape) and env.observation_space.contains(seen[0])
+    assert seen.shape == (4, *env.observation_space.shape)
+    assert env.observation_space.contains(seen[0])
     sights = [Foresight(b.scenario, 15.0) for b in batched.batches]
     steps = np.zeros(4, dtype=np.int64)
     ended = 0
@@ -96,7 +98,8 @@ def test_the_wrapper_adds_columns_and_follows_each_env_into_its_next_episode() -
         for e in np.flatnonzero(dones).tolist():
             ended += 1
             last = infos[e]["terminal_observation"]
-            assert last.shape == env.observation_space.shape and (last[N_SEEN:] == 0.0).all()
+            assert last.shape == env.observation_space.shape
+            assert (last[N_SEEN:] == 0.0).all()
             steps[e] = 0
             before, worlds[e] = worlds[e], batched.batches[e // 2].world_of(e % 2)
             assert worlds[e].seed != before.seed

@@ -424,14 +424,17 @@ def test_moves_alone_with_foresight_and_a_warm_start(
     result = train(config, out, runner=runner)
     # the first policy, then the warm start, whose states are steps, then updates of 32 decisions
     steps = [v.steps for v in result.validations]
-    assert steps[0] == 0 and 16 <= steps[1] < 32 and (np.diff(steps[1:]) % 32 == 0).all()
+    assert steps[0] == 0
+    assert 16 <= steps[1] < 32
+    assert (np.diff(steps[1:]) % 32 == 0).all()
     assert result.steps >= 160
     policy = LearnedPolicy(out)
     episode = simulate(config.load_scenarios()[0], policy, seed=1_000_100)
     assert episode.metrics["invalid_moves"] == 0
     assert read_record(out / "policy.zip").network == {"foresight_fields": 30}
     again = resume(out, runner=runner, total_steps=208)
-    assert again.steps >= 208 and again.validations[: len(result.validations)] == result.validations
+    assert again.steps >= 208
+    assert again.validations[: len(result.validations)] == result.validations
 
 
 def test_choices_mask_what_is_not_learned(quick: Quick) -> None:
@@ -447,5 +450,6 @@ def test_choices_mask_what_is_not_learned(quick: Quick) -> None:
         outside = np.ones(16, dtype=bool)
         outside[free] = False
         outside[[6, 14]] = False
-        assert not masks[:, outside].any() and masks[:, [6, 14]].all()
+        assert not masks[:, outside].any()
+        assert masks[:, [6, 14]].all()
         vec_env.close()
