@@ -8,6 +8,7 @@ actor alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -48,7 +49,7 @@ class Foresight:
         self._bins = max(math.ceil(scenario.measure.horizon_s / interval_s), 1)
         edges = [round(edge_s / interval_s) for edge_s in EDGES_S]
         # a stretch shorter than a step is that step
-        self._stretches = [(a, max(b, a + 1)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        self._stretches = [(a, max(b, a + 1)) for a, b in itertools.pairwise(edges)]
 
     @property
     def n_fields(self) -> int:
