@@ -73,11 +73,14 @@ def make_learner(
         raise ValueError(f"{settings.algorithm} needs the {settings.form} action form, found {codec.form}")
     torch.set_num_threads(1)
     classes = ALGORITHMS[settings.algorithm]
+    arguments = policy_kwargs(settings.hidden, settings.activation, {**settings.network, **(network or {})})
+    if isinstance(settings, PpoSettings):
+        arguments["optimizer_kwargs"] = {"eps": settings.adam_epsilon}
     model = classes.learner(
         classes.network,
         vec_env,
         learning_rate=LearningRate(settings.learning_rate, settings.final_learning_rate),
-        policy_kwargs=policy_kwargs(settings.hidden, {**settings.network, **(network or {})}),
+        policy_kwargs=arguments,
         seed=seed,
         device="cpu",
         **settings.keywords(),
@@ -104,7 +107,7 @@ def start_around_neutral(model: BaseAlgorithm, codec: ActionCodec, std: float) -
 def make_network(record: PolicyRecord) -> BasePolicy:
     """A fresh network of the shape that a record describes."""
     fields = len(record.telemetry.names) + record.network.get(FORESIGHT, 0)
-    arguments: dict[str, Any] = policy_kwargs(record.hidden, record.network)
+    arguments: dict[str, Any] = policy_kwargs(record.hidden, record.activation, record.network)
     return ALGORITHMS[record.algorithm].network(
         gym.spaces.Box(0.0, 1.0, shape=(fields,), dtype=np.float32),
         record.action.codec().space(),

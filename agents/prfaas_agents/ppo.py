@@ -21,6 +21,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from prfaas_agents.record import POLICY_FILE, RECORD_FILE, PolicyRecord, file_sha256
+from prfaas_agents.settings import ActivationName
 from prfaas_env.base import write_whole
 from prfaas_env.decision import N_MOVES, ActionCodec
 
@@ -58,12 +59,17 @@ class FixedScaling(BaseFeaturesExtractor):
         return torch.clamp((observations - self.shift[:n]) * self.gain[:n], -MAX_SCALED, MAX_SCALED)
 
 
-def policy_kwargs(hidden: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Fixed scaling, then `hidden` tanh layers for actor and critic each; `sizes` of what else a network has."""
+ACTIVATIONS: dict[ActivationName, type[torch.nn.Module]] = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
+
+
+def policy_kwargs(
+    hidden: tuple[int, ...], activation: ActivationName = "tanh", sizes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Fixed scaling, then `hidden` layers for actor and critic each; `sizes` of what else a network has."""
     return {
         **(sizes or {}),
         "net_arch": list(hidden),
-        "activation_fn": torch.nn.Tanh,
+        "activation_fn": ACTIVATIONS[activation],
         "features_extractor_class": FixedScaling,
     }
 

@@ -245,6 +245,7 @@ class Run:
             action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
             decision_interval_s=config.decision_interval_s,
             hidden=config.settings.hidden,
+            activation=config.settings.activation,
             network=config.network(),
             weights_sha256="",
             steps=steps,
