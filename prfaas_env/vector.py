@@ -296,6 +296,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self._seeds = np.zeros(num_envs, dtype=np.int64)
         self.episode_seeds = range(TRAINING_SEEDS)
         self._tick = np.zeros(num_envs, dtype=np.int64)
+        self._cut = np.zeros(num_envs, dtype=np.int64)
         self._clips = np.zeros(num_envs, dtype=np.int64)
         self._starts: list[Totals | None] = [None] * num_envs
         self._warming = np.ones(num_envs, dtype=np.bool_)
@@ -315,17 +316,26 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Start every env, or those of `options["reset_mask"]`; env i of an int seed gets `seed + i`."""
+        """Start every env, or those of `options["reset_mask"]`; env i of an int seed gets `seed + i`.
+
+        `options["first_steps"]`, shape (num_envs,): the episode that starts now is cut off after so many steps, so
+        that later ones of different envs end at different times (0: not).
+        """
         seeds = self._seed_list(seed)
         mask = np.ones(self.num_envs, dtype=np.bool_)
-        if options:
-            unknown = set(options) - {"reset_mask"}
-            if unknown:
-                raise ValueError(f"reset(options=...): unknown {sorted(unknown)}; known: reset_mask")
+        options = options or {}
+        unknown = set(options) - {"reset_mask", "first_steps"}
+        if unknown:
+            raise ValueError(f"reset(options=...): unknown {sorted(unknown)}; known: reset_mask, first_steps")
+        if "reset_mask" in options:
             mask = np.asarray(options["reset_mask"], dtype=np.bool_)
             if mask.shape != (self.num_envs,) or not mask.any():
                 raise ValueError(f"reset_mask must have shape ({self.num_envs},) with at least one True")
+        cut = np.asarray(options.get("first_steps", np.zeros(self.num_envs)), dtype=np.int64)
+        if cut.shape != (self.num_envs,) or (cut < 0).any():
+            raise ValueError(f"first_steps must have shape ({self.num_envs},) and no negative numbers")
         self._reset(np.flatnonzero(mask), seeds)
+        self._cut[mask] = cut[mask]
         infos = self._infos(mask)
         infos["episode_seed"] = self._seeds.copy()
         infos["_episode_seed"] = mask
@@ -351,7 +361,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self._clips += self._batch.clipped * live
         self._totals = self._batch.totals()
         reward, terms = self._reward(live, before, until_ns)
-        truncated = live & (until_ns >= self._horizon_ns)
+        truncated = live & ((until_ns >= self._horizon_ns) | (self._tick == self._cut))
         self._ended = truncated.copy()
         finals = {int(e): self.episode_metrics_of(int(e)) for e in np.flatnonzero(truncated)}
         infos = self._infos(live)
@@ -407,6 +417,13 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         """Readings behind the last observations in physical units, shape (num_envs, fields), in schema order."""
         return self._batch.values.copy()
 
+    def world_of(self, e: int) -> World:
+        """What env e plays, the future included: for planners and critics, never for a policy."""
+        world = self._batch.worlds[e]
+        if world is None:
+            raise gym.error.ResetNeeded("call reset() first")
+        return world
+
     def telemetry_of(self, e: int) -> Telemetry:
         """The reading behind the last observation of env e."""
         return self._batch.telemetry_of(e)
@@ -458,6 +475,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             self._reference.totals = self._reference.batch.totals()
         self._totals = self._batch.totals()
         self._tick[envs] = 0
+        self._cut[envs] = 0
         self._clips[envs] = self._batch.clipped[envs]
         self._ended[envs] = False
         self._warming[envs] = self._warmup_ns > 0

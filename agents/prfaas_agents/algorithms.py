@@ -6,6 +6,7 @@ Discrete actions: PPO, maskable and recurrent PPO. Continuous ones: SAC and TQC.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,16 @@ import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import TQC, MaskablePPO, RecurrentPPO
-from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from sb3_contrib.tqc.policies import TQCPolicy
 from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.sac.policies import SACPolicy
 
+from prfaas_agents.foresight import FORESIGHT
+from prfaas_agents.foresight_networks import ForesightPolicy, MaskableForesightPolicy
 from prfaas_agents.ppo import LearningRate, policy_kwargs, start_neutral
 from prfaas_agents.record import PolicyRecord
 from prfaas_agents.settings import AlgorithmName, LearnerSettings, PpoSettings, SacSettings
@@ -40,15 +42,21 @@ class Algorithm:
 
 
 ALGORITHMS: dict[AlgorithmName, Algorithm] = {
-    "ppo": Algorithm(PPO, ActorCriticPolicy),
-    "maskable_ppo": Algorithm(MaskablePPO, MaskableActorCriticPolicy, masks=True),
+    "ppo": Algorithm(PPO, ForesightPolicy),
+    "maskable_ppo": Algorithm(MaskablePPO, MaskableForesightPolicy, masks=True),
     "recurrent_ppo": Algorithm(RecurrentPPO, RecurrentActorCriticPolicy, recurrent=True),
     "sac": Algorithm(SAC, SACPolicy),
     "tqc": Algorithm(TQC, TQCPolicy),
 }
 
 
-def make_learner(vec_env: VecEnv, codec: ActionCodec, settings: LearnerSettings, seed: int) -> BaseAlgorithm:
+def make_learner(
+    vec_env: VecEnv,
+    codec: ActionCodec,
+    settings: LearnerSettings,
+    seed: int,
+    network: Mapping[str, int] | None = None,
+) -> BaseAlgorithm:
     """A learner whose first policy is "no change". One torch thread: the networks are small.
 
     Args:
@@ -56,6 +64,7 @@ def make_learner(vec_env: VecEnv, codec: ActionCodec, settings: LearnerSettings,
         codec: action codec, of the form that the settings name.
         settings: hyper-parameters; their class says which algorithm.
         seed: seed of the weights, of action sampling and of the envs.
+        network: sizes of the network beside those of the settings, by name.
 
     Raises:
         ValueError: a codec of the other form.
@@ -64,11 +73,14 @@ def make_learner(vec_env: VecEnv, codec: ActionCodec, settings: LearnerSettings,
         raise ValueError(f"{settings.algorithm} needs the {settings.form} action form, found {codec.form}")
     torch.set_num_threads(1)
     classes = ALGORITHMS[settings.algorithm]
+    arguments = policy_kwargs(settings.hidden, settings.activation, {**settings.network, **(network or {})})
+    if isinstance(settings, PpoSettings):
+        arguments["optimizer_kwargs"] = {"eps": settings.adam_epsilon}
     model = classes.learner(
         classes.network,
         vec_env,
         learning_rate=LearningRate(settings.learning_rate, settings.final_learning_rate),
-        policy_kwargs=policy_kwargs(settings.hidden, settings.network),
+        policy_kwargs=arguments,
         seed=seed,
         device="cpu",
         **settings.keywords(),
@@ -94,8 +106,8 @@ def start_around_neutral(model: BaseAlgorithm, codec: ActionCodec, std: float) -
 
 def make_network(record: PolicyRecord) -> BasePolicy:
     """A fresh network of the shape that a record describes."""
-    fields = len(record.telemetry.names)
-    arguments: dict[str, Any] = policy_kwargs(record.hidden, record.network)
+    fields = len(record.telemetry.names) + record.network.get(FORESIGHT, 0)
+    arguments: dict[str, Any] = policy_kwargs(record.hidden, record.activation, record.network)
     return ALGORITHMS[record.algorithm].network(
         gym.spaces.Box(0.0, 1.0, shape=(fields,), dtype=np.float32),
         record.action.codec().space(),

@@ -154,9 +154,8 @@ def _algorithm(policy: BasePolicy) -> str:
 
 
 def _check_spaces(policy: BasePolicy, codec: ActionCodec, n_fields: int) -> None:
-    if policy.observation_space.shape != (n_fields,) or not isinstance(
-        policy.observation_space, gym.spaces.Box
-    ):
+    wide = n_fields + getattr(policy, "foresight_fields", 0)  # columns of the critic alone are not exported
+    if policy.observation_space.shape != (wide,) or not isinstance(policy.observation_space, gym.spaces.Box):
         raise PrfaasError(
             f"export: the policy observes {policy.observation_space}; the telemetry has {n_fields} values"
         )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.policies import BasePolicy
 
 from prfaas_agents.algorithms import ALGORITHMS, make_network
+from prfaas_agents.foresight import FORESIGHT
 from prfaas_agents.record import PolicyRecord, check_fits, read_record, resolve
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Decision
@@ -105,7 +106,6 @@ class LearnedPolicy:
             given["action_masks"] = self._codec.masks(telemetry.legal_moves)
         if algorithm.recurrent:
             given["episode_start"] = np.array([self._state is None])
-        action, self._state = self._network.predict(
-            telemetry.encode(), state=self._state, deterministic=True, **given
-        )
+        seen = np.pad(telemetry.encode(), (0, self.record.network.get(FORESIGHT, 0)))
+        action, self._state = self._network.predict(seen, state=self._state, deterministic=True, **given)
         return action

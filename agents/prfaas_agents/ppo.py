@@ -21,6 +21,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from prfaas_agents.record import POLICY_FILE, RECORD_FILE, PolicyRecord, file_sha256
+from prfaas_agents.settings import ActivationName
 from prfaas_env.base import write_whole
 from prfaas_env.decision import N_MOVES, ActionCodec
 
@@ -30,7 +31,10 @@ MAX_SCALED = 10.0
 
 
 class FixedScaling(BaseFeaturesExtractor):
-    """(observation - shift) * gain per field, clipped to -10..10. Both are buffers, saved with the weights."""
+    """(observation - shift) * gain per field, clipped to -10..10. Both are buffers, saved with the weights.
+
+    Columns that only a critic reads (`foresight`) come last, and observations may lack them.
+    """
 
     shift: torch.Tensor
     gain: torch.Tensor
@@ -44,21 +48,28 @@ class FixedScaling(BaseFeaturesExtractor):
     def fit(self, observations: NDArray[np.float32]) -> None:
         """Take mean and spread per field from observations, shape (samples, fields)."""
         spread = np.maximum(observations.std(axis=0), MIN_SPREAD)
+        n = observations.shape[1]
         with torch.no_grad():
-            self.shift.copy_(torch.as_tensor(observations.mean(axis=0)))
-            self.gain.copy_(torch.as_tensor(1.0 / spread))
+            self.shift[:n] = torch.as_tensor(observations.mean(axis=0))
+            self.gain[:n] = torch.as_tensor(1.0 / spread)
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         """Scaled observations, same shape."""
-        return torch.clamp((observations - self.shift) * self.gain, -MAX_SCALED, MAX_SCALED)
+        n = observations.shape[-1]
+        return torch.clamp((observations - self.shift[:n]) * self.gain[:n], -MAX_SCALED, MAX_SCALED)
 
 
-def policy_kwargs(hidden: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Fixed scaling, then `hidden` tanh layers for actor and critic each; `sizes` of what else a network has."""
+ACTIVATIONS: dict[ActivationName, type[torch.nn.Module]] = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
+
+
+def policy_kwargs(
+    hidden: tuple[int, ...], activation: ActivationName = "tanh", sizes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Fixed scaling, then `hidden` layers for actor and critic each; `sizes` of what else a network has."""
     return {
         **(sizes or {}),
         "net_arch": list(hidden),
-        "activation_fn": torch.nn.Tanh,
+        "activation_fn": ACTIVATIONS[activation],
         "features_extractor_class": FixedScaling,
     }
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import ValidationError
 
-from prfaas_agents.settings import AlgorithmName
+from prfaas_agents.settings import ActivationName, AlgorithmName
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.bundle_manifest import CodecRecord, TelemetryRecord, TrainedOn
 from prfaas_env.policy import PolicyContext
@@ -31,6 +31,7 @@ class PolicyRecord(Frozen):
     action: CodecRecord
     decision_interval_s: float
     hidden: tuple[int, ...]
+    activation: ActivationName = "tanh"
     network: dict[str, int] = pydantic.Field(default_factory=dict)
     """Sizes of the network beside `hidden`, by Stable-Baselines3's names."""
     weights_sha256: str

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from prfaas_env.base import Frozen
 from prfaas_env.decision import ActionForm
 
+ActivationName = Literal["tanh", "relu"]
 AlgorithmName = Literal["ppo", "maskable_ppo", "recurrent_ppo", "sac", "tqc"]
 
 
@@ -29,6 +30,9 @@ class WarmStartSettings(Frozen):
         default=0.125, ge=0, le=1, description="share of the envs that never move a node"
     )
     detour_share: float = Field(default=0.375, ge=0, le=1, description="share of the envs sent on detours")
+    move_cost_s: float = Field(
+        default=0.0, ge=0, description="request-seconds that a move costs whatever the roll-outs say"
+    )
     cost_scale_s: float = Field(
         default=50.0, gt=0, description="request-seconds; prices beyond weigh less (Huber loss)"
     )
@@ -46,7 +50,8 @@ class LearnerSettings(Frozen):
     #: The form of the actions that the algorithm learns.
     form: ClassVar[ActionForm]
 
-    hidden: tuple[int, ...] = Field(default=(64, 64), description="units per hidden layer (tanh)")
+    hidden: tuple[int, ...] = Field(default=(64, 64), description="units per hidden layer")
+    activation: ActivationName = Field(default="tanh", description="of the hidden layers")
     learning_rate: float = Field(default=1e-3, gt=0, description="at the start")
     final_learning_rate: float = Field(default=1e-4, gt=0, description="at the end; linear in between")
     gamma: float = Field(default=0.95, gt=0, lt=1, description="discount per decision")
@@ -90,6 +95,9 @@ class PpoSettings(LearnerSettings):
     clip_range: float = Field(default=0.2, gt=0)
     ent_coef: float = Field(default=0.0, ge=0)
     vf_coef: float = Field(default=0.5, ge=0)
+    adam_epsilon: float = Field(
+        default=1e-5, gt=0, description="of Adam; small gradients need a smaller one than PPO's usual one"
+    )
     max_grad_norm: float = Field(default=0.5, gt=0)
     target_kl: float | None = Field(default=None, gt=0)
     neutral_routing: float = Field(

@@ -11,8 +11,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from prfaas_agents.foresight import Foresight
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import ActionCodec
 from prfaas_env.scenarios import Scenario
@@ -94,6 +96,8 @@ class BatchedVecEnv(VecEnv):
             episode k + i first, and later seeds come from the training range.
         full_infos: with False `infos` hold figures at the end of an episode only. Dicts for many envs cost about a
             quarter of a step.
+        stagger: the first episodes are cut off after different numbers of steps, so that the envs are at different
+            times of their episodes from then on.
 
     Raises:
         PrfaasError: no batch, the same batch twice, another autoreset mode, batches that do not fit together.
@@ -104,7 +108,9 @@ class BatchedVecEnv(VecEnv):
         batches: PrfaasVectorEnv | Sequence[PrfaasVectorEnv],
         seeds: range | None = None,
         full_infos: bool = True,
+        stagger: bool = False,
     ) -> None:
+        self._stagger = stagger
         self.batches = [batches] if isinstance(batches, PrfaasVectorEnv) else list(batches)
         _check_fit(self.batches)
         if seeds is not None and (len(seeds) == 0 or seeds.step != 1):
@@ -139,7 +145,8 @@ class BatchedVecEnv(VecEnv):
             if self.episode_seeds is not None:
                 batch.seed_draws(wanted)
                 wanted = [None] * batch.num_envs
-            observation, info = batch.reset(seed=wanted)
+            options = {"first_steps": _staggered(batch)} if self._stagger else None
+            observation, info = batch.reset(seed=wanted, options=options)
             observations.append(observation)
             infos.append(info)
             self.reset_infos[part] = [{"episode_seed": s} for s in info["episode_seed"].tolist()]
@@ -233,6 +240,67 @@ class BatchedVecEnv(VecEnv):
     def get_images(self) -> Sequence[None]:
         """No pictures."""
         return [None] * self.num_envs
+
+
+def _staggered(batch: PrfaasVectorEnv) -> NDArray[np.int64]:
+    """Steps of the first episode of each env, shape (num_envs,): evenly from a whole one down."""
+    scenario = batch.scenario
+    steps = math.ceil(scenario.measure.horizon_s / scenario.control.control_interval_s)
+    return steps - np.arange(batch.num_envs, dtype=np.int64) * steps // batch.num_envs
+
+
+class WithForesight(VecEnvWrapper):
+    """Observations of a batched vec env with the work to come beside them: columns for a critic alone.
+
+    Args:
+        venv: the envs, perhaps wrapped.
+        batched: the batched vec env inside.
+    """
+
+    def __init__(self, venv: VecEnv, batched: BatchedVecEnv) -> None:
+        seen = venv.observation_space
+        assert isinstance(seen, gym.spaces.Box)
+        self._batches = batched.batches
+        self._sights = [Foresight(b.scenario, b.scenario.control.control_interval_s) for b in self._batches]
+        wide = np.full(self._sights[0].n_fields, np.inf, dtype=np.float32)
+        space = gym.spaces.Box(
+            np.concatenate([seen.low, -wide]), np.concatenate([seen.high, wide]), dtype=np.float32
+        )
+        super().__init__(venv, observation_space=space)
+        self._tables: list[FloatArray] = []
+        self._steps = [np.zeros(b.num_envs, dtype=np.int64) for b in self._batches]
+
+    def reset(self) -> VecEnvObs:
+        """Start every env."""
+        observations = self.venv.reset()
+        self._tables = [
+            np.stack([sight.table(batch.world_of(e)) for e in range(batch.num_envs)])
+            for sight, batch in zip(self._sights, self._batches, strict=True)
+        ]
+        for steps in self._steps:
+            steps[:] = 0
+        return self._beside(observations)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """One decision of every env."""
+        observations, rewards, dones, infos = self.venv.step_wait()
+        first = 0
+        for sight, batch, tables, steps in zip(
+            self._sights, self._batches, self._tables, self._steps, strict=True
+        ):
+            steps += 1
+            for e in np.flatnonzero(dones[first : first + batch.num_envs]).tolist():
+                info = infos[first + e]
+                ahead = sight.rows(tables[e : e + 1], steps[e : e + 1])[0]
+                info["terminal_observation"] = np.concatenate([info["terminal_observation"], ahead])
+                tables[e] = sight.table(batch.world_of(e))
+                steps[e] = 0
+            first += batch.num_envs
+        return self._beside(observations), rewards, dones, infos
+
+    def _beside(self, observations: Any) -> NDArray[np.float32]:
+        ahead = [s.rows(t, k) for s, t, k in zip(self._sights, self._tables, self._steps, strict=True)]
+        return np.concatenate([observations, np.concatenate(ahead)], axis=1)
 
 
 # ------------------------------------------------------------------ infos
@@ -344,6 +412,7 @@ def make_batched_vec_env(
     weights: Sequence[float] | None = None,
     seeds: range | None = None,
     full_infos: bool = True,
+    stagger: bool = False,
     **arguments: Any,
 ) -> BatchedVecEnv:
     """One vec env that mixes scenarios: a fixed number of envs plays each (`envs_per_scenario`).
@@ -354,6 +423,7 @@ def make_batched_vec_env(
         weights: share of envs per scenario, equal by default.
         seeds: see `BatchedVecEnv`.
         full_infos: see `BatchedVecEnv`.
+        stagger: see `BatchedVecEnv`.
         arguments: of `PrfaasVectorEnv` (`routing`, `action`, `reward`, `reference`).
     """
     counts = envs_per_scenario([1.0] * len(scenarios) if weights is None else weights, n_envs)
@@ -361,4 +431,4 @@ def make_batched_vec_env(
         PrfaasVectorEnv(n, scenario=scenario, autoreset_mode=AutoresetMode.SAME_STEP, **arguments)
         for n, scenario in zip(counts, scenarios, strict=True)
     ]
-    return BatchedVecEnv(batches, seeds, full_infos)
+    return BatchedVecEnv(batches, seeds, full_infos, stagger)

@@ -220,7 +220,9 @@ def fit_moves(
     """
     observations = torch.as_tensor(priced.observations)
     known = torch.as_tensor(~np.isnan(priced.cost_s))
-    wanted = torch.as_tensor(np.nan_to_num(priced.cost_s) / settings.cost_scale_s)
+    cost_s = np.nan_to_num(priced.cost_s)
+    cost_s[:, :, [Move.PREFILL_TO_DECODE, Move.DECODE_TO_PREFILL]] += settings.move_cost_s
+    wanted = torch.as_tensor(cost_s / settings.cost_scale_s)
     for scaling in policy.modules():
         if isinstance(scaling, FixedScaling):
             scaling.fit(priced.observations)

@@ -29,7 +29,7 @@ from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.envs import make_vec_env
 from prfaas_trainings.episodes import EpisodeRunner, Row
 from prfaas_trainings.evaluating import evaluate
-from prfaas_trainings.training import Run, StopSign, short_run_warning, train
+from prfaas_trainings.training import Run, StopSign, resume, short_run_warning, train
 
 from .test_envs import check_episode_files
 
@@ -399,3 +399,57 @@ def test_commands_and_comparing_rules_load_nothing_heavy(modules: str) -> None:
     code = f"import sys, {modules}; {HEAVY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_moves_alone_with_foresight_and_a_warm_start(
+    quick: Quick, runner: EpisodeRunner, tmp_path: Path
+) -> None:
+    learner = {**WILD, "n_steps": 4, "batch_size": 16, "neutral_routing": 0.95}
+    config = quick(
+        scenarios=[{"scenario": "drift", "overrides": ["measure.horizon_s=60"]}],
+        engine="compiled",
+        vectorization="batched",
+        n_envs=8,
+        algorithm="maskable_ppo",
+        ppo=None,
+        maskable_ppo=learner,
+        choices="moves",
+        foresight=True,
+        stagger=True,
+        warm_start={"rounds": 2, "states": 8, "n_envs": 4, "horizon_s": 30, "epochs": 1},
+        total_steps=160,
+        validation={"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
+    )
+    out = tmp_path / "run"
+    result = train(config, out, runner=runner)
+    # the first policy, then the warm start, whose states are steps, then updates of 32 decisions
+    steps = [v.steps for v in result.validations]
+    assert steps[0] == 0
+    assert 16 <= steps[1] < 32
+    assert (np.diff(steps[1:]) % 32 == 0).all()
+    assert result.steps >= 160
+    policy = LearnedPolicy(out)
+    episode = simulate(config.load_scenarios()[0], policy, seed=1_000_100)
+    assert episode.metrics["invalid_moves"] == 0
+    assert read_record(out / "policy.zip").network == {"foresight_fields": 30}
+    again = resume(out, runner=runner, total_steps=208)
+    assert again.steps >= 208
+    assert again.validations[: len(result.validations)] == result.validations
+
+
+def test_choices_mask_what_is_not_learned(quick: Quick) -> None:
+    for choices, free in (("moves", slice(13, 16)), ("routing", slice(0, 13)), ("both", slice(0, 16))):
+        config = quick(
+            engine="compiled", vectorization="batched", algorithm="maskable_ppo", ppo=None, maskable_ppo={"n_steps": 8,
+            "batch_size": 8}, choices=choices,
+        )  # fmt: skip
+        vec_env = make_vec_env(config, None)
+        vec_env.reset()
+        vec_env.step(np.tile([6, 1], (2, 1)))
+        masks = np.stack(vec_env.env_method("action_masks"))
+        outside = np.ones(16, dtype=bool)
+        outside[free] = False
+        outside[[6, 14]] = False
+        assert not masks[:, outside].any()
+        assert masks[:, [6, 14]].all()
+        vec_env.close()

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from prfaas_agents.foresight import FORESIGHT, foresight_fields
 from prfaas_agents.settings import (
     SETTINGS,
     AlgorithmName,
@@ -134,6 +135,14 @@ class TrainingConfig(Frozen):
         default="both",
         description="what is learned (maskable PPO); the other part of each action stays no change",
     )
+    foresight: bool = Field(
+        default=False,
+        description="the critic also reads the work to come, which the policy never does (PPO, maskable PPO; batched)",
+    )
+    stagger: bool = Field(
+        default=False,
+        description="first episodes of different length, so that a batch is at all times of an episode (batched)",
+    )
     warm_start: WarmStartSettings | None = Field(
         default=None,
         description="fit the first policy to roll-outs; each priced state counts as a step (PPO on margins)",
@@ -215,6 +224,15 @@ class TrainingConfig(Frozen):
                 "warm_start needs ppo or maskable_ppo, routing margin and engine compiled; found "
                 f"{self.algorithm}, {self.routing}, {self.engine}"
             )
+        if self.foresight and (
+            self.algorithm not in ("ppo", "maskable_ppo") or self.vectorization != "batched"
+        ):
+            raise ValueError(
+                "foresight needs ppo or maskable_ppo and vectorization batched; found "
+                f"{self.algorithm}, {self.vectorization}"
+            )
+        if self.stagger and self.vectorization != "batched":
+            raise ValueError(f"stagger needs vectorization batched, found {self.vectorization}")
         before = sum(stage.steps for stage in self.curriculum)
         if self.curriculum and self.total_steps is not None and before >= self.total_steps:
             raise ValueError(
@@ -237,6 +255,14 @@ class TrainingConfig(Frozen):
     def stage_at(self, steps: int) -> Stage:
         """The stage after this many steps."""
         return next((s for s in self.stages() if s.end is not None and steps < s.end), self.stages()[-1])
+
+    def network(self) -> dict[str, int]:
+        """Sizes of the network beside the hidden layers, by name."""
+        sizes = dict(self.settings.network)
+        if self.foresight:
+            deployment = self.load_scenarios()[0].deployment
+            sizes[FORESIGHT] = foresight_fields(len(deployment.pd), len(deployment.links))
+        return sizes
 
     def of_seed(self, seed: int) -> TrainingConfig:
         """The training of one of its `seeds`."""

@@ -23,7 +23,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecMonitor
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from prfaas_agents.vec_env import BatchedVecEnv, envs_per_scenario, make_batched_vec_env
+from prfaas_agents.vec_env import BatchedVecEnv, WithForesight, envs_per_scenario, make_batched_vec_env
 from prfaas_env import ENV_ID
 from prfaas_env.decision import N_MOVES, ActionCodec, ActionForm, Routing
 from prfaas_env.env import PrfaasEnv, RewardName
@@ -370,10 +370,12 @@ def make_vec_env(
             action=config.settings.form,
             reward=config.reward,
             reference=config.reference,
+            stagger=config.stagger,
         )
         file = None if episodes_folder is None else str(episodes_folder / f"{file_prefix}0")
         monitored = VecMonitor(EpisodeColumns(batched), file, info_keywords=EPISODE_COLUMNS)
-        return _chosen(config, stage, ShapedRewards(monitored, config.reward_shape, factor))
+        chosen = _chosen(config, stage, ShapedRewards(monitored, config.reward_shape, factor))
+        return WithForesight(chosen, batched) if config.foresight else chosen
     factories = [
         EnvFactory(
             index=k,

@@ -25,6 +25,8 @@ Label = Annotated[str, Field(pattern=r"^[^=:|\n]+$")]
 PolicyRole = Literal[
     "deployment", "rule", "tuned rule", "planner", "reference", "learned", "training seed", "ablation"
 ]
+#: In a policy's spec or run: the folder of the configuration.
+HERE = "{here}"
 #: Stands for the family of a scenario in the spec of a policy.
 FAMILY = "{family}"
 
@@ -67,7 +69,10 @@ class ResultsPolicy(Frozen):
     """One row."""
 
     label: Label
-    policy: str = Field(min_length=1, description="POLICY[:key=value,...][@DEPLOYMENT]; may hold {family}")
+    policy: str = Field(
+        min_length=1,
+        description="POLICY[:key=value,...][@DEPLOYMENT]; may hold {family}, and {here} for the folder of this file",
+    )
     role: PolicyRole = "rule"
     scenarios: tuple[str, ...] = Field(default=(), description="scenarios it runs on; default all")
     by_scenario: dict[str, str] = Field(
@@ -75,7 +80,8 @@ class ResultsPolicy(Frozen):
         description="another spec on some scenarios, such as a bundle of another topology",
     )
     run: str | None = Field(
-        default=None, description="folder of its training, for its time; a bundle does not hold that"
+        default=None,
+        description="folder of its training, for its time, which a bundle does not hold; {here} as above",
     )
     note: str = ""
 
@@ -300,7 +306,15 @@ def load_results_config(spec: str) -> ResultsConfig:
     scenarios = tuple(
         s.model_copy(update={"scenario": _path(s.scenario, path.parent)}) for s in config.scenarios
     )
-    return config.model_copy(update={"scenarios": scenarios})
+    policies = tuple(_placed(p, path.parent) for p in config.policies)
+    return config.model_copy(update={"scenarios": scenarios, "policies": policies})
+
+
+def _placed(policy: ResultsPolicy, folder: Path) -> ResultsPolicy:
+    """A row whose files lie beside the configuration."""
+    here = str(folder.resolve())
+    run = None if policy.run is None else policy.run.replace(HERE, here)
+    return policy.model_copy(update={"policy": policy.policy.replace(HERE, here), "run": run})
 
 
 def _path(scenario: str, folder: Path) -> str:

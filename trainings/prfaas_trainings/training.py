@@ -198,7 +198,9 @@ class Run:
         self._before_s = 0.0 if start is None else start.progress.elapsed_s
         self._start_s = time.monotonic()
         self._leg = 0 if start is None else start.progress.leg + 1
-        self.model: BaseAlgorithm = make_learner(envs.vec_env, self.codec, config.settings, config.seed)
+        self.model: BaseAlgorithm = make_learner(
+            envs.vec_env, self.codec, config.settings, config.seed, config.network()
+        )
         if start is None:
             fit_scaling(self.model, config.settings.scaling_steps)
             if config.stages()[0].choices == "moves":
@@ -243,7 +245,8 @@ class Run:
             action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
             decision_interval_s=config.decision_interval_s,
             hidden=config.settings.hidden,
-            network=config.settings.network,
+            activation=config.settings.activation,
+            network=config.network(),
             weights_sha256="",
             steps=steps,
             reward=config.reward,
