@@ -454,7 +454,7 @@ def test_observed_capacity_becomes_steps(tmp_path: Path) -> None:
 
     decisions = [decision(k, fields=seen(k)) for k in range(40)]
     trace = recorded_world(write(tmp_path / "log", tiny_header(), [*decisions, request(1.0)])).world.links[0]
-    assert (trace.time_ns / NS_PER_S).tolist() == [0.0, 7.5, 20.0]
+    assert (trace.time_ns / NS_PER_S).tolist() == [0.0, 5.0, 20.0]
     assert trace.capacity_bps.tolist() == [80e9, 20e9, 22e9]
 
 
