@@ -121,11 +121,6 @@ class AdminApi:
         self._f = router.forwarder
         self._events: dict[str, EngineEvents] = {}
 
-    @property
-    def changing(self) -> frozenset[str]:
-        """Names of the workers that are changing their role now."""
-        return frozenset(self._changing)
-
     async def handle(self, request: BaseRequest) -> Any:
         """Answer one call.
 

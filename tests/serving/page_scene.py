@@ -145,7 +145,7 @@ def traffic(router: Router, minutes: float = 15.0) -> History:
     steps = min(int(minutes * 60 / STEP_S), N_STEPS)
     now_s, unix_s = time.monotonic(), time.time()
     begin_s = now_s - steps * STEP_S
-    history = History(f, lambda: router.admin.changing, begin_s)
+    history = History(f, lambda: f.fleet.changes.under_way, begin_s)
     f.listeners.remove(router.page.history)
     router.page.history = history
     f.listeners.append(history)

@@ -108,7 +108,7 @@ class Page:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._f = router.forwarder
-        self.history = History(router.forwarder, lambda: router.admin.changing)
+        self.history = History(router.forwarder, lambda: router.forwarder.fleet.changes.under_way)
         self._task: asyncio.Task[None] | None = None
         self._state = b""
         self._made_s = -1e9
@@ -236,7 +236,7 @@ class Page:
             "waiting": [
                 {"cluster": p.cluster, "role": p.role, "requests": waiting(p)} for p in f.fleet.pools()
             ],
-            "changing": sorted(router.admin.changing),
+            "changing": sorted(router.forwarder.fleet.changes.under_way),
             "step_s": STEP_S,
             "steps": history.columns(),
             "ttft": history.ttft(),
