@@ -163,9 +163,12 @@ def _show_comparison(log: Log, found: Comparison) -> None:
 
 
 def _show_table(found: Comparison) -> None:
-    table = Table(
-        "run", "TTFT mean s", "P50 s", "P90 s", "goodput req/s", "egress Gbps", "conversions", "not served"
-    )
+    table = Table()
+    table.add_column("run", overflow="fold", min_width=16)
+    for head in ("TTFT\nmean s", "P50\ns", "P90\ns", "goodput\nreq/s", "egress\nGbps"):
+        table.add_column(head, justify="right")
+    table.add_column("conver-\nsions", justify="right")
+    table.add_column("not\nserved", justify="right")
     for run in (found.happened, found.acted, *found.others):
         row = run.figures()
         lost = row["rejected"] + row["aborted"] + row["unserved"]

@@ -110,7 +110,7 @@ def test_a_bundle_says_the_same_again(tmp_path: Path, options: dict[str, Any], h
     log = read_log(tmp_path / "log")
     found = rerun(log)
     assert (found.share, found.compared) == (1.0, 60)
-    if how:  # another seed draws something else
+    if how and not options:  # another seed draws something else
         other = changed(log, tmp_path / "other", lambda line: line, policy_seed=8)
         assert rerun(other).share < 1.0
 
@@ -336,7 +336,7 @@ def test_a_link_that_changes_is_known_as_observed(tmp_path: Path) -> None:
     at = np.searchsorted(trace.time_ns, np.array([90, 115, 250]) * NS_PER_S, side="right") - 1
     assert trace.capacity_bps[at].tolist() == pytest.approx([100e9, 6e9, 6e9], rel=0.01)
     happened, run = what_happened(log, recorded), simulated(recorded, recorded.policy, "x")
-    assert np.nanmean(run.ttft_s) == pytest.approx(np.nanmean(happened.ttft_s), rel=0.1)
+    assert np.nanmean(run.ttft_s) == pytest.approx(np.nanmean(happened.ttft_s), rel=0.03)
     # the change is felt: with the nominal capacity throughout it would be another run
     blind = dataclasses.replace(
         recorded,

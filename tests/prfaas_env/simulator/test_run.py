@@ -201,11 +201,11 @@ def test_engines_by_name():
         assert make_engine(name, draw_world(paper(), 0, n_requests=1)).name == name
 
 
-def test_a_world_that_is_there_already_runs_the_same_and_tells_the_plan(tiny):
+def test_a_world_that_is_there_already_runs_the_same_and_tells_the_plan():
+    scenario = paper("measure.horizon_s=60")
     drawn, given = Threshold(20_000.0), Threshold(20_000.0)
-    episode = simulate(tiny, drawn, seed=3, duration_s=60.0)
-    world = draw_world(tiny, 3, horizon_s=60.0)
-    planned = tiny.replace(name="the plan")
-    assert run_world(world, given, end_s=60.0, planned=planned).metrics == episode.metrics
+    episode = simulate(scenario, drawn, seed=3)
+    planned = scenario.replace(name="the plan")
+    assert run_world(draw_world(scenario, 3), given, planned=planned).metrics == episode.metrics
     assert episode.metrics["requests"]["finished"] > 0
-    assert (drawn.context.scenario, given.context.scenario) == (tiny, planned)
+    assert (drawn.context.scenario, given.context.scenario) == (scenario, planned)
