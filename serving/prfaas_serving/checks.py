@@ -33,5 +33,5 @@ def check_files(resolved: Resolved) -> None:
             resolved.check_worker(spec, config.discovery.file)
     if config.control is not None:
         context = PolicyContext(resolved.scenario, scenario_schema(resolved.scenario), config.seed)
-        for spec in (config.control.policy, config.control.rule):
-            ReloadablePolicy(spec).reset(context)
+        for policy in (config.control.policy, config.control.rule):
+            ReloadablePolicy(policy).reset(context)

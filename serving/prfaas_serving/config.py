@@ -665,7 +665,9 @@ def _relative_to(folder: Path, raw: dict[str, Any]) -> None:
         if isinstance(part, dict) and isinstance(part.get(field), str):
             part[field] = str(folder / part[field])
     control = raw.get("control")
-    for field in ("policy", "rule") if isinstance(control, dict) else ():
+    if not isinstance(control, dict):
+        return
+    for field in ("policy", "rule"):
         spec = control.get(field)
         if isinstance(spec, str) and "\0" not in spec and is_bundle(str(folder / spec)):
             control[field] = str(folder / spec)
