@@ -432,7 +432,8 @@ class ControlLoop:
         prefill, decode = self.live.split()
         spec = self._f.resolved.pd
         least = (max(spec.prefill_floor, 1), max(spec.min_decode, 1))
-        below = prefill < least[0] or decode < least[1]
+        starting = any(w.state == "probation" for w in self._f.fleet)
+        below = not starting and (prefill < least[0] or decode < least[1])
         counts = (
             f"{prefill} prefill and {decode} decode workers in service; at least {least[0]} and {least[1]}"
         )

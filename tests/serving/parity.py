@@ -33,7 +33,8 @@ from prfaas_serving.choice import Route
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.control import ControlLoop
 from prfaas_serving.demo import Row, load
-from prfaas_serving.fake.cluster import of_deployment, router_workers
+from prfaas_serving.fake.cluster import FakeCluster, of_deployment, router_workers
+from prfaas_serving.fake.worker import FakeWorker
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LiveTelemetry, RouterClock
 from prfaas_serving.metrics import Metrics
@@ -53,7 +54,7 @@ transport: {pipelining: false}
 workload:
   arrivals: {kind: poisson, rate_rps: 1.1}
   input_tokens: {kind: lognormal, mu: 9.3, sigma: 0.9, min_tokens: 128, max_tokens: 60000}
-  output_tokens: {kind: poisson, mean_tokens: 100}
+  output_tokens: {kind: poisson, mean_tokens: 60}
 slo: {ttft_s: 4, tpot_s: 0.03}
 """
 #: A link that carries a quarter for a while, with nominal capacity unchanged: what is observed must show it.
@@ -107,32 +108,55 @@ SLOWED: dict[str, Within] = {
     "utilisation_30s": Within(0.02, 0.05, 0.9),
     "observed_capacity_bps": Within(0.0, 0.15, 0.9),
 }
-#: The same through a router in scaled real time: timers, transport and a busy machine come on top. Queues are counts
-#: and sums that jump with every event, so that most of their intervals must agree, not all.
+#: The same through a router in virtual time: what its timers and the transport add.
 OVER_HTTP: dict[str, Within] = {
-    **{f"arrival_rate_{w}s_rps": Within(0.41, 0.05, 0.9) for w in (5, 30, 120)},
-    **{f"input_token_rate_{w}s_tps": Within(2e3, 0.15, 0.9) for w in (5, 30, 120)},
-    **{f"length_share_{k:02d}": Within(0.05, 0.1, 0.95) for k in range(24)},
-    "prefill_queue_requests": Within(1.0, 0.2, 0.85),
-    "prefill_queue_tokens": Within(1.5e4, 0.2, 0.85),
-    "prefill_queue_work_s": Within(1.5, 0.2, 0.85),
-    "prefill_queue_oldest_s": Within(1.0, 0.2, 0.85),
-    "prefill_residual_s": Within(1.0, 0.2, 0.85),
-    "prefill_busy_instances": Within(1.0, 0.0, 0.9),
-    "decode_queue_requests": Within(1.0, 0.0, 0.95),
-    "decode_queue_tokens": Within(3e4, 0.0, 0.95),
-    "decode_queue_work_s": Within(0.5, 0.0, 0.95),
-    "decode_queue_oldest_s": Within(0.5, 0.0, 0.95),
+    **REPLAYED,
+    # an event may fall into the next second
+    **{f"arrival_rate_{w}s_rps": Within(1.01 / w, 0.0, 0.95) for w in (5, 30, 120)},
+    **{f"input_token_rate_{w}s_tps": Within(6e4 / w, 0.0, 0.95) for w in (5, 30, 120)},
+    **{f"length_share_{k:02d}": Within(0.03, 0.0, 0.95) for k in range(24)},
+    "prefill_queue_requests": Within(1.0, 0.0, 0.97),
+    "prefill_queue_tokens": Within(1e3, 0.05, 0.95),
+    "prefill_queue_work_s": Within(0.1, 0.05, 0.95),
+    "prefill_queue_oldest_s": Within(0.1, 0.05, 0.95),
+    "prefill_residual_s": Within(0.1, 0.05, 0.95),
+    "prefill_busy_instances": Within(1.0, 0.0, 0.97),
+    "decode_queue_requests": Within(1.0, 0.0, 0.97),
+    "decode_queue_tokens": Within(6e4, 0.0, 0.97),
+    "decode_queue_work_s": Within(0.1, 0.0, 0.97),
+    "decode_queue_oldest_s": Within(0.1, 0.0, 0.97),
+    "decode_sequences": Within(1.0, 0.1, 0.95),
+    "decode_slot_use": Within(1 / 60, 0.1, 0.95),
+    "decode_busy_instances": Within(1.0, 0.0, 0.95),
+    "lengths_valid": Within(0.0, 0.0, 0.97),
+    "output_valid": Within(0.0, 0.0, 0.97),
+    "output_tokens_mean": Within(1.0, 0.05, 0.95),
+    "ttft_valid": Within(0.0, 0.0, 0.97),
+    "ttft_attainment": Within(0.05, 0.0, 0.95),
+    "tpot_valid": Within(0.0, 0.0, 0.97),
+    "tpot_attainment": Within(0.05, 0.0, 0.95),
+}
+#: The same in scaled real time with processes: a machine's own delays come on top. Queues are counts and sums that
+#: jump with every event, so that most of their intervals must agree, not all.
+REAL_TIME: dict[str, Within] = {
+    **OVER_HTTP,
+    **{f"input_token_rate_{w}s_tps": Within(6e4 / w, 0.1, 0.9) for w in (5, 30, 120)},
+    **{
+        f"prefill_{name}": Within(abs_, 0.2, 0.85)
+        for name, abs_ in (
+            ("queue_requests", 1.0),
+            ("queue_tokens", 1.5e4),
+            ("queue_work_s", 1.5),
+            ("queue_oldest_s", 1.0),
+            ("residual_s", 1.0),
+            ("busy_instances", 1.0),
+        )
+    },
     "decode_sequences": Within(2.0, 0.2, 0.9),
     "decode_slot_use": Within(2 / 60, 0.2, 0.9),
-    "decode_busy_instances": Within(1.0, 0.0, 0.85),
-    "output_valid": Within(0.0, 0.0, 0.95),
     "output_tokens_mean": Within(2.0, 0.1, 0.9),
-    "ttft_valid": Within(0.0, 0.0, 0.95),
     "ttft_attainment": Within(0.15, 0.0, 0.85),
-    "tpot_valid": Within(0.0, 0.0, 0.95),
     "tpot_attainment": Within(0.3, 0.0, 0.85),
-    "lengths_valid": Within(0.0, 0.0, 0.95),
     "open_flows": Within(1.0, 0.0, 0.9),
     "backlog_bytes": Within(1e9, 0.3, 0.85),
     "backlog_s": Within(0.5, 0.3, 0.85),
@@ -140,12 +164,7 @@ OVER_HTTP: dict[str, Within] = {
     "utilisation_5s": Within(0.15, 0.2, 0.85),
     "utilisation_30s": Within(0.06, 0.1, 0.9),
     "observed_capacity_bps": Within(0.0, 0.25, 0.9),
-    "observed_valid": Within(0.0, 0.0, 0.5),
-    "observed_age_s": Within(60.0, 0.5, 0.5),
     "threshold_tokens": Within(1.0, 0.1, 0.95),
-    "margin_s": Within(0.01, 0.0, 0.95),
-    "threshold_valid": Within(0.0, 0.0, 0.95),
-    "margin_valid": Within(0.0, 0.0, 0.95),
 }
 
 
@@ -317,20 +336,27 @@ class _Replay:
         self.live.finished(now_s, tokens, (now_s - first_s) / (tokens - 1) if tokens > 1 else 0.0)
 
 
-async def over_http(file: Path, world: World, spec: str, seconds: int, time_scale: float) -> Run:
-    """The run through a router and a fake cluster, each second of the scenario in `time_scale` real ones."""
+async def over_http(
+    file: Path, world: World, spec: str, seconds: int, time_scale: float, processes: bool
+) -> Run:
+    """The run through a router and fake workers, each second of the scenario in `time_scale` ones of the clock.
+
+    With `processes` the workers run in processes of their own, which needs real time.
+    """
     scenario = load_scenario(file)
-    # as many bytes per real second as cost little here
     cluster = of_deployment(
         scenario,
         time_scale=time_scale,
-        byte_scale=2e-3 * time_scale,
+        byte_scale=2e-4,
         handshake_s=5.0,
         max_model_len=1_000_000,
     )
-    run = Run()
+    run, fakes = Run(), []
     try:
-        await cluster.start()
+        if processes:
+            await cluster.start()
+        else:
+            fakes = await _in_process(cluster)
         polls = max(time_scale, 0.05)
         resolved = Resolved(
             config(
@@ -354,17 +380,34 @@ async def over_http(file: Path, world: World, spec: str, seconds: int, time_scal
             assert router.control is not None
             await router.control.close()
             router.forwarder.listeners.clear()
-            await _measure(router, world, spec, seconds, time_scale, run)
+            await _measure(router, world, seconds, time_scale, run)
         finally:
             await router.close()
     finally:
-        await cluster.close()
+        if processes:
+            await cluster.close()
+        for fake in fakes:
+            await fake.close()
+        if not processes and cluster.link is not None:
+            await cluster.link.close()
     return run
 
 
-async def _measure(
-    router: Router, world: World, spec: str, seconds: int, time_scale: float, run: Run
-) -> None:
+async def _in_process(cluster: FakeCluster) -> list[FakeWorker]:
+    """Start the workers of a cluster in this process, behind its link."""
+    fakes = []
+    for member in cluster:
+        fake = FakeWorker(member.spec)
+        await fake.start()
+        fakes.append(fake)
+        member.port, member.kv_port = fake.port, fake.kv_port
+        if cluster.link is not None and member.cluster != cluster.pd:
+            member.via_port = await cluster.link.listen("127.0.0.1", fake.kv_port)
+            fake.spec = fake.spec.model_copy(update={"kv_via_port": member.via_port})
+    return fakes
+
+
+async def _measure(router: Router, world: World, seconds: int, time_scale: float, run: Run) -> None:
     """Start a control loop and the load at one instant."""
     start_s = time.monotonic() + 0.5
     loop = ControlLoop(router.forwarder, router.admin.change_role, start_s=start_s)
