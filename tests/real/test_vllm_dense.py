@@ -23,7 +23,7 @@ import yaml
 
 from prfaas_serving.exchange import Exchange
 from prfaas_serving.upstream import ILL
-from tests.real.engines import LEASE_S, MAX_MODEL_TOKENS, MODEL, Engine, free_port
+from tests.real.engines import LEASE_S, MAX_MODEL_TOKENS, MODEL, START_S, Engine, free_port
 from tests.real.models import folder_of, layout_of
 from tests.real.support import (
     CHAT,
@@ -92,7 +92,7 @@ def trio() -> Iterator[Trio]:
     try:
         for engine in workers.all:
             engine.start()
-        run(up, 400.0)
+        run(up, START_S + 100.0)
         say(f"three workers up after {time.monotonic() - began_s:.0f} s")
         yield workers
     finally:
