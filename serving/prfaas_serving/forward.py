@@ -224,7 +224,9 @@ class Forwarder:
                     worker.answered()
                     outcome = "released"
                     break
-            except (LegFailure, TimeoutError, aiohttp.ClientError, ConnectionError):
+            except TimeoutError:
+                pass  # no verdict: it may only be busy, and the last try gets what time is left
+            except (LegFailure, aiohttp.ClientError, ConnectionError):
                 worker.failed(place, time.monotonic())
             finally:
                 worker.breaker.abandoned(place.trial)

@@ -18,7 +18,7 @@ import pytest
 from prfaas_serving.app import Router
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.exchange import Exchange
-from tests.real.engines import MODEL, Engine, Figures
+from tests.real.engines import MODEL, PATIENCE, Engine, Figures
 from tests.real.skips import MEASURED
 from tests.serving.support import TOKEN, Reply, Setup, until
 
@@ -34,7 +34,7 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]], limit_s: float = 180.0) ->
     """Run a test's coroutine with a limit of time."""
 
     async def limited() -> Any:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s * PATIENCE):
             return await work()
 
     return asyncio.run(limited())
@@ -181,12 +181,16 @@ async def routing(
         await router.start()
         stack.push_async_callback(router.close)
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120 * PATIENCE)
         )
         stack.push_async_callback(session.close)
         live = Live(router, {}, session, engines={n: p.engine for n, p in places.items()})
         if ready:
-            await until(lambda: all(w.state == "up" for w in router.forwarder.fleet), "workers are up", 30.0)
+            await until(
+                lambda: all(w.state == "up" for w in router.forwarder.fleet),
+                "workers are up",
+                30.0 * PATIENCE,
+            )
         yield live
 
 
@@ -213,5 +217,5 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
 @contextlib.asynccontextmanager
 async def direct() -> AsyncIterator[aiohttp.ClientSession]:
     """A session without a router."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120 * PATIENCE)) as session:
         yield session

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.engines import Engine
+from tests.real.engines import START_S, Engine
 from tests.real.models import folder_of, layout_of
 from tests.real.support import Place, Prompts, direct, ids_of, routing, run, say
 
@@ -70,7 +70,7 @@ def pair() -> Iterator[Pair]:
     try:
         for engine in workers:
             engine.start()
-        run(up, 400.0)
+        run(up, START_S + 100.0)
         yield Pair(*workers)
     finally:
         for engine in workers:

@@ -16,7 +16,7 @@ import pytest
 
 from prfaas_env.simulator.formulas import BITS_PER_BYTE, flow_end_ns
 from prfaas_serving.exchange import Exchange
-from tests.real.engines import LEASE_S, Engine
+from tests.real.engines import LEASE_S, START_S, Engine
 from tests.real.models import folder_of, layout_of
 from tests.real.net import FAR, NEAR, ShapedNetwork
 from tests.real.support import Live, Place, Prompts, direct, ids_of, routing, run, say, watched
@@ -65,7 +65,7 @@ def pair() -> Iterator[Pair]:
     try:
         remote.start()
         decode.start()
-        run(up, 400.0)
+        run(up, START_S + 100.0)
         yield Pair(net, remote, decode, Prompts(2))
     finally:
         remote.close()

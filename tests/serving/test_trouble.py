@@ -400,6 +400,32 @@ def test_a_client_that_leaves_frees_everything(backend: str, when: str) -> None:
     run(work)
 
 
+def test_a_release_that_a_busy_worker_does_not_come_to_says_nothing_about_it() -> None:
+    """The release waits in the worker's own queue until its time is over: the worker is full, not ill."""
+
+    async def work() -> None:
+        async with serving(
+            "vllm_nixl",
+            (("r1", "prfaas0", "prefill"), ("d1", "pd0", "decode")),
+            limits={"decode_per_worker": 1},
+            spec={"lease_s": 1.5, "decode": {"a_s": 0.01, "slots": 1, "source": "tests"}},
+            deadlines={"release_s": 0.5},
+        ) as s:
+            first = asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
+            await until(lambda: s.workers["d1"]._decoding and not s.staged, "the only place is taken")
+            second = asyncio.create_task(s.post("/v1/completions", completion(LONG, 4)))
+            await until(lambda: s.staged == 1, "the cache is staged")
+            second.cancel()
+            await until(
+                lambda: s.metric("handles_released_total", outcome="expired") == 1, "its time is over"
+            )
+            assert s.worker("d1").failures == 0
+            first.cancel()
+            await s.settled()
+
+    run(work)
+
+
 def test_a_client_that_leaves_between_the_legs_has_its_kv_released_once() -> None:
     """No decode worker has room, so the cache waits; the client leaves: one release, not the end of the lease."""
 
