@@ -44,6 +44,7 @@ from prfaas_serving.decision_log import (
     What,
     decision_json,
 )
+from prfaas_serving.drift import outside_share, ranges_of
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LiveTelemetry, RouterClock
 from prfaas_serving.workers import RoleChange
@@ -258,6 +259,7 @@ class ControlLoop:
             policy_hash=self.policy_hash,
             backend=self._f.config.backend,
             mode=self.mode,
+            policy_seed=self._f.config.seed,
         )
         return DecisionLog(s.log_file, header, s.log_bytes, s.log_keep)
 
@@ -446,10 +448,13 @@ class ControlLoop:
             self.guard = guard
 
     def _out_of_range(self, telemetry: Telemetry) -> bool:
-        _, clipped = telemetry.schema.encode(telemetry.values)
-        share = clipped / len(telemetry.schema)
+        ranges = ranges_of(self._policy.policy.policy)
+        if ranges is not None:
+            share, of = outside_share(telemetry, ranges), "the range of the policy's training"
+        else:
+            share, of = telemetry.schema.encode(telemetry.values)[1] / len(telemetry.schema), "their range"
         beyond = share > self.settings.out_of_range_share
-        self._alarm("out_of_range", f"{share:.0%} of the fields are out of their range" if beyond else None)
+        self._alarm("out_of_range", f"{share:.0%} of the fields are out of {of}" if beyond else None)
         return beyond
 
     async def _ask(self, now_s: float, telemetry: Telemetry | None) -> tuple[_Asked, _Asked]:

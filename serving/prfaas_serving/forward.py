@@ -236,9 +236,9 @@ class Forwarder:
 
     def served(self, ttft_s: float, tpot_s: float) -> None:
         """A decided request was answered whole."""
-        slo = self.resolved.scenario.slo
+        slo, scale = self.resolved.scenario.slo, self.config.time_scale
         self.metrics.finished.inc()
-        if meets(slo.ttft_s, ttft_s) and meets(slo.tpot_s, tpot_s):
+        if meets(slo.ttft_s, ttft_s / scale) and meets(slo.tpot_s, tpot_s / scale):
             self.metrics.good.inc()
 
     # ------------------------------------------------------------------ verdicts

@@ -99,6 +99,9 @@ class FakeControl:
         self.mode = mode
         self.told.append((mode, reason))
 
+    async def close(self) -> None:
+        """Nothing runs."""
+
 
 def install(router: Router, control: FakeControl) -> None:
     """Give a router a control loop, and its admin port the call that switches the mode."""

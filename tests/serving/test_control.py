@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.bundle_manifest import InputRanges
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.telemetry import Telemetry
+from prfaas_serving import control
 from prfaas_serving.admin import AdminApi
 from prfaas_serving.choice import Route
 from prfaas_serving.config import Resolved, RouterConfig
@@ -459,6 +461,20 @@ def test_strange_telemetry_falls_back() -> None:
         assert b.threshold == b.f.resolved.planned_threshold()
 
     bench(work, out_of_range_share=0.03)
+
+
+def test_a_reading_unlike_the_training_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(b: Bench) -> None:
+        n = len(b.control.live.schema)
+        says(8000.0)
+        for low, high, by in ((-1e15, 1e15, "policy"), (1e15, 1e15, "fallback")):
+            ranges = InputRanges(low=(low,) * n, high=(high,) * n, readings=1)
+            monkeypatch.setattr(control, "ranges_of", lambda policy, ranges=ranges: ranges)
+            (line,) = (await b.ticks(2))[-1:]
+            assert line.by == by
+        assert "out of the range of the policy's training" in line.reason
+
+    bench(work, out_of_range_share=0.3)
 
 
 # ------------------------------------------------------------------------------------------------ oscillation

@@ -300,6 +300,7 @@ function ask(title, text, yes, withRule, what) {
 }
 
 $("ask").addEventListener("close", () => {
+  if ($("ask").open) return; // the event comes late, and somebody has asked again meanwhile
   order = null;
   if (asker?.isConnected) asker.focus();
 });
