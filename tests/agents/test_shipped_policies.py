@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prfaas_agents.shipped import FOLDER, learned, topologies
+from prfaas_agents.shipped_policies import FOLDER, learned, topologies
 from prfaas_env.base import PrfaasError
 from prfaas_env.decision import Move
 from prfaas_env.policy import PolicyContext, make_policy
