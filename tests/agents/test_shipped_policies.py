@@ -91,7 +91,7 @@ def test_an_empty_system_and_missing_metrics() -> None:
 def test_an_unknown_topology_and_another_one() -> None:
     with pytest.raises(PrfaasError, match="no bundle for topology 'moon'; there is one_site"):
         make_policy("learned:topology=moon")
-    with pytest.raises(PrfaasError, match="observes other"):
+    with pytest.raises(PrfaasError, match="trained on other telemetry than this deployment"):
         simulate(load_scenario("two_regions"), make_policy("learned"), seed=1)
 
 
