@@ -184,7 +184,8 @@ def export_network(model: Any, codec: ActionCodec, n_fields: int) -> ExportedNet
     distribution = getattr(policy, "action_dist", None)
     if codec.form == "continuous" and isinstance(policy, ActorCriticPolicy):
         assert isinstance(distribution, DiagGaussianDistribution)
-    own = copy.deepcopy(policy).to("cpu")
+    # without the distribution, which after learning holds a part of the last graph and cannot be copied
+    own = copy.deepcopy(policy, {id(distribution): None}).to("cpu")
     own.set_training_mode(False)
     states: tuple[StateRecord, ...] = ()
     module: torch.nn.Module

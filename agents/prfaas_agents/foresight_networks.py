@@ -36,6 +36,9 @@ class _Sighted:
         super().__init__(*args, **kwargs)
 
     def _build_mlp_extractor(self: Any) -> None:
+        if not self.foresight_fields:
+            super()._build_mlp_extractor()  # draws the same first weights as ever
+            return
         self.mlp_extractor = ForesightMlp(
             self.features_dim,
             self.foresight_fields,
