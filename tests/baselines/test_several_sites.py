@@ -19,7 +19,7 @@ from prfaas_env.theory import plan_sites
 
 SEVERAL = ("two_regions", "shared_prfaas")
 SHARED = load_scenario("shared_prfaas")
-RULES = [name for name in policy_names() if name not in ("ppo", "best_rule")]
+RULES = [name for name in policy_names() if name not in ("ppo", "learned", "best_rule")]
 
 
 def started(policy, scenario):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.policy import make_policy
+from prfaas_env.policy import make_policy, policy_hash
 from prfaas_env.scenarios import load_scenario
 from prfaas_env.simulator.run import simulate
 from prfaas_trainings.episodes import (
@@ -22,7 +22,6 @@ from prfaas_trainings.episodes import (
     figures_of,
     is_trace,
     parse_row,
-    policy_hash,
     run_job,
 )
 
