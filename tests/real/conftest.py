@@ -1,7 +1,6 @@
 """What tests with real engines share: the recorded list of skips and the measured figures."""
 
 import signal
-import sys
 from types import FrameType
 
 import pytest
@@ -26,6 +25,6 @@ def pytest_collection(session: pytest.Session) -> None:
     """End on SIGTERM as on Ctrl-C, so that workers are killed and networks taken down."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
