@@ -307,7 +307,6 @@ class Exchange:
         self.phase = "transfer"
         leg = f.backend.decode_leg(self.job, handle.prefill, worker, handle.handover)
         self._open_link()
-        self._asked(worker)
         self._fetching = True
         self._decode_tries += 1
         answer = await self._open_decode(worker, leg, self._transfer_deadline_s(), transfer=True)
@@ -404,7 +403,6 @@ class Exchange:
             raise LegFailure("prefill", "connect") from None
         deadline_s = self._prefill_deadline_s(place)
         self._open_link()
-        self._asked(decode)
         loop = asyncio.get_running_loop()
         self.phase = "prefill"
         self._fetching = True
@@ -472,7 +470,6 @@ class Exchange:
         decode = await self._take_decode()
         leg = f.backend.decode_leg(self.job, place.worker, decode, {})
         self._open_link()
-        self._asked(decode)
         deadline_s = self._prefill_deadline_s(place) + self._transfer_deadline_s()
         answer = await self._open_decode(decode, leg, deadline_s, transfer=True)
         self._prefilled(place)
@@ -497,7 +494,7 @@ class Exchange:
             self._flow = None
 
     def _asked(self, decode: Worker) -> None:
-        """A decode worker is told to fetch this prompt's KV."""
+        """A decode worker that was told to fetch this prompt's KV has answered."""
         if self._prompt is not None and self._prompt.source != "estimate":
             decode.kv_asked_tokens += self._prompt.tokens
 
@@ -507,6 +504,7 @@ class Exchange:
         new, cached = self._new_and_cached()
         decode.told_bits += self._flow[1].bits if self._flow is not None else f.paths.kv_bits(new + cached)
         self._settle_link(arrived=True)
+        self._asked(decode)
         f.fleet.pairs.worked(prefill.name, decode.name)
         if f.index is not None and self._blocks is not None:
             f.index.store(f.chooser.cache_key(decode), self._blocks)

@@ -156,16 +156,20 @@ class HealthChecker:
         """A new process at the old address: an empty cache, new transfer peers, a ramp."""
         log.info("worker %s has started anew", worker.name)
         worker.ramp_from_s = time.monotonic()
-        worker.kv_asked_tokens = 0
+        worker.kv_asked_tokens, worker.kv_moved_before = 0, 0.0
         self._f.fleet.pairs.forget(worker.name)
         if self._f.index is not None:
             self._f.index.forget(self._f.chooser.cache_key(worker))
 
     def _moved(self, worker: Worker, fields: dict[str, float]) -> None:
         """Whether KV really moves to a decode worker: all green and nothing fetched is a fault of the set-up."""
-        moved = fields.get(_EXTERNAL)
-        if moved is None or worker.kv_asked_tokens < _ENOUGH_TOKENS:
+        counted = fields.get(_EXTERNAL)
+        if worker.kv_moved_before is None:
+            # the engine may have served others before
+            worker.kv_asked_tokens, worker.kv_moved_before = 0, counted or 0.0
+        if counted is None or worker.kv_asked_tokens < _ENOUGH_TOKENS:
             return
+        moved = counted - worker.kv_moved_before
         worker.kv_moved_share = moved / worker.kv_asked_tokens
         if moved == 0 and worker.name not in self._alarmed:
             self._alarmed.add(worker.name)

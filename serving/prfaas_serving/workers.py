@@ -134,7 +134,9 @@ class Worker:
         self.engine_id: str | None = None
         self.failed_probes = 0
         self.kv_asked_tokens = 0
-        """Tokens whose KV this worker was told to fetch."""
+        """Tokens of answers for which this worker was told to fetch KV."""
+        self.kv_moved_before: float | None = None
+        """What its engine had counted when the router began to count."""
         self.kv_moved_share: float | None = None
         """Tokens it says it fetched over those it was told to fetch, where its engine counts them."""
         self.probed = False

@@ -96,6 +96,7 @@ class Engine:
     settings: dict[str, str] = field(default_factory=dict)
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
+    watcher: subprocess.Popen[bytes] | None = None
     log: Path | None = None
 
     @property
@@ -140,7 +141,8 @@ class Engine:
                 command, stdout=log, stderr=subprocess.STDOUT, env=settings, start_new_session=True
             )
         atexit.register(self.close)
-        subprocess.Popen(
+        self._end_watcher()
+        self.watcher = subprocess.Popen(
             ["sh", "-c", _WATCHER, str(os.getpid()), str(self.process.pid)], start_new_session=True
         )
 
@@ -161,7 +163,14 @@ class Engine:
         if self.process is not None:
             self.kill()
             self.process = None
+            self._end_watcher()
             atexit.unregister(self.close)
+
+    def _end_watcher(self) -> None:
+        if self.watcher is not None:
+            self.watcher.kill()
+            self.watcher.wait()
+            self.watcher = None
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
         """Wait until it answers; RuntimeError with the end of its log if it does not."""

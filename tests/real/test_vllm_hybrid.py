@@ -78,20 +78,32 @@ def pair() -> Iterator[Pair]:
 
 
 def test_bytes_are_a_fixed_state_and_whole_pages(pair: Pair) -> None:
-    """Every length, below, at and above a page: exactly what the model's geometry says."""
+    """Every length, below, at and above a page: exactly what the model's geometry says.
+
+    The state is that of the last token but one, which the decode worker goes on from: one token is not sent.
+    """
 
     async def work() -> None:
         layout = layout_of("hybrid")
         assert layout.fixed_bytes > 0
         async with routing(pair.places, ALWAYS, cache={"enabled": False}) as live:
             lines = []
-            for tokens in (1, 100, PAGE_TOKENS, PAGE_TOKENS + 1, 2 * PAGE_TOKENS, 1000, 3000):
+            for tokens in (
+                1,
+                100,
+                PAGE_TOKENS,
+                PAGE_TOKENS + 1,
+                PAGE_TOKENS + 2,
+                2 * PAGE_TOKENS,
+                1000,
+                3000,
+            ):
                 before = await pair.decode.figures(live.session)
                 reply = await live.ask(Prompts(tokens).fresh(tokens), 2)
                 assert reply.status == 200, reply.body
                 assert reply.headers["X-Prfaas-Route"] == "remote"
                 moved = (await pair.decode.figures(live.session)).since(before)
-                expected = layout.reserved_bytes(tokens, PAGE_TOKENS)
+                expected = layout.reserved_bytes(max(tokens - 1, 1), PAGE_TOKENS)
                 lines.append((tokens, int(moved.fetched_bytes), expected))
             say(
                 f"hybrid: {layout.fixed_bytes:,} fixed + {layout.bytes_per_token * PAGE_TOKENS:,} B per page of "
@@ -112,6 +124,7 @@ def test_a_hand_over_gives_the_tokens_of_one_process(pair: Pair) -> None:
             for k in range(10):
                 prompt = Prompts(100 + k).fresh(300 + 37 * k)
                 reply = await live.ask(prompt, 6)
+                assert reply.headers["X-Prfaas-Route"] == "remote"
                 alone = await live.alone(pair.decode, prompt, 6)
                 same += ids_of(reply.json) == ids_of(alone)
             say(f"hybrid in bf16: {same} of 10 prompts give the tokens of one process")

@@ -77,6 +77,7 @@ def test_everything_green_and_no_kv_moved(caplog: pytest.LogCaptureFixture) -> N
     async def work() -> None:
         async with serving(workers=PAIR) as s:
             d1 = s.workers["d1"]
+            await until(lambda: s.worker("d1").kv_moved_before is not None, "it was asked before")
             d1.counters['vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'] = 0.0
             original = d1.count
 
@@ -93,9 +94,17 @@ def test_everything_green_and_no_kv_moved(caplog: pytest.LogCaptureFixture) -> N
     run(work)
 
 
-def test_kv_that_moves_is_seen_to_move() -> None:
+@pytest.mark.parametrize("before", [None, 50_000.0])
+def test_kv_that_moves_is_seen_to_move(before: float | None) -> None:
+    """Also by a router that is newer than its engines: what moved before is not its own."""
+
     async def work() -> None:
         async with serving(workers=PAIR) as s:
+            counter = 'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
+            if before is not None:
+                s.workers["d1"].counters[counter] = before
+                s.worker("d1").kv_moved_before = None  # as a new router finds it
+            await until(lambda: s.worker("d1").kv_moved_before == (before or 0.0), "it was asked before")
             for _ in range(4):
                 assert (await s.complete(LONG)).status == 200
             await until(lambda: s.worker("d1").kv_moved_share == 1.0, "the share is seen")

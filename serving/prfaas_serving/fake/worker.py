@@ -463,6 +463,10 @@ class FakeWorker:
             extra = {"kv_transfer_params": self._stage(ids, cached)}
         return self._answer(request, body, ids, cached, 1, finish, extra)
 
+    def _left(self, ids: list[int]) -> int:
+        """Tokens that prefill leaves to the decode side: recurrent state is handed over as of the last but one."""
+        return 1 if self.spec.kv.fixed_bytes and len(ids) > 1 else 0
+
     def _stage(self, ids: list[int], cached: int) -> dict[str, Any]:
         """Hold the KV until it is fetched; gives what the decode side needs."""
         key = f"req-{uuid.uuid4().hex}"
@@ -480,7 +484,7 @@ class FakeWorker:
             "remote_host": self.spec.kv_host,
             "remote_port": self.spec.kv_via_port or self.kv_port,
             "tp_size": 1,
-            "remote_num_tokens": len(ids) - (7 if wrong else 0),
+            "remote_num_tokens": len(ids) - self._left(ids) - (7 if wrong else 0),
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": cached,
         }
@@ -582,7 +586,7 @@ class FakeWorker:
             Refused: it could not be fetched and must not be computed.
         """
         held = params.get("remote_num_tokens")
-        if isinstance(held, int) and len(ids) > held:
+        if isinstance(held, int) and len(ids) - self._left(ids) > held:
             raise EngineDead  # more blocks than the peer holds: the real engine asserts
         host, port, key, wait = await self._peer(params)
         began = time.monotonic()
