@@ -82,12 +82,12 @@ def test_anything_else_that_is_skipped_fails_the_run(tmp_path: Path, listed: dic
 def test_real_engines_are_left_out_by_default() -> None:
     settings = {k: v for k, v in os.environ.items() if k != "PRFAAS_REAL"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/real"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"],
         cwd=ROOT,
         env=settings,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "test_vllm" not in done.stdout
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
+    assert "tests/test_layers.py" in done.stdout
+    assert "tests/real" not in done.stdout
