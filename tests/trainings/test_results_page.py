@@ -254,6 +254,14 @@ def test_every_decision_of_a_policy_is_timed(done: tuple[ResultsPlan, Path]) -> 
     assert np.array_equal(again.decision_counts, timed.decision_counts)  # type: ignore[arg-type]
 
 
+def test_files_beside_the_configuration(write: Callable[..., Path]) -> None:
+    agent = {"label": "agent", "policy": "{here}/a", "by_scenario": {"sites": "{here}/b"}, "role": "learned"}
+    path = write(policies=[*fields()["policies"][:4], {**agent, "run": "{here}/runs/a"}])
+    here = path.parent.resolve()
+    row = load_results_config(str(path)).policies[-1]
+    assert (row.policy, row.by_scenario["sites"], row.run) == (f"{here}/a", f"{here}/b", f"{here}/runs/a")
+
+
 def test_a_policy_of_another_topology_is_a_row_that_says_so(done: tuple[ResultsPlan, Path]) -> None:
     plan, out = done
     write_page(out)

@@ -313,8 +313,12 @@ def load_results_config(spec: str) -> ResultsConfig:
 def _placed(policy: ResultsPolicy, folder: Path) -> ResultsPolicy:
     """A row whose files lie beside the configuration."""
     here = str(folder.resolve())
-    run = None if policy.run is None else policy.run.replace(HERE, here)
-    return policy.model_copy(update={"policy": policy.policy.replace(HERE, here), "run": run})
+    placed = {
+        "policy": policy.policy.replace(HERE, here),
+        "by_scenario": {label: spec.replace(HERE, here) for label, spec in policy.by_scenario.items()},
+        "run": None if policy.run is None else policy.run.replace(HERE, here),
+    }
+    return policy.model_copy(update=placed)
 
 
 def _path(scenario: str, folder: Path) -> str:
