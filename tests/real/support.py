@@ -94,6 +94,22 @@ class Place:
 
 
 @dataclass
+class Pair:
+    """A prefill worker in the remote cluster, and the decode worker."""
+
+    remote: Engine
+    decode: Engine
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """The deployment."""
+        return {
+            "remote": Place(self.remote, "prfaas0", "prefill"),
+            "decode": Place(self.decode, "pd0", "decode"),
+        }
+
+
+@dataclass
 class Live(Setup):
     """A running router in front of real workers."""
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.real.engines import START_S, Engine
 from tests.real.models import folder_of, layout_of
-from tests.real.support import Place, Prompts, direct, ids_of, routing, run, say
+from tests.real.support import Pair, Prompts, direct, ids_of, routing, run, say
 
 ALWAYS = 0.0
 HYBRID = ("--no-enable-prefix-caching", "--no-disable-hybrid-kv-cache-manager")
@@ -28,22 +27,6 @@ def _has_bf16() -> bool:
         return "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-
-
-@dataclass
-class Pair:
-    """Both workers."""
-
-    remote: Engine
-    decode: Engine
-
-    @property
-    def places(self) -> dict[str, Place]:
-        """The deployment."""
-        return {
-            "remote": Place(self.remote, "prfaas0", "prefill"),
-            "decode": Place(self.decode, "pd0", "decode"),
-        }
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from prfaas_serving.exchange import Exchange
 from tests.real.engines import LEASE_S, START_S, Engine
 from tests.real.models import folder_of, layout_of
 from tests.real.net import FAR, NEAR, ShapedNetwork
-from tests.real.support import Live, Place, Prompts, direct, ids_of, routing, run, say, streamed_ids, watched
+from tests.real.support import Live, Pair, Prompts, direct, ids_of, routing, run, say, streamed_ids, watched
 from tests.serving.support import until
 
 PAGE_TOKENS = 128
@@ -27,25 +27,15 @@ ALWAYS = 0.0
 
 
 @dataclass
-class Pair:
-    """The link and its two workers."""
+class LinkedPair(Pair):
+    """Two workers and the link between them."""
 
     net: ShapedNetwork
-    remote: Engine
-    decode: Engine
     prompts: Prompts
-
-    @property
-    def places(self) -> dict[str, Place]:
-        """The deployment."""
-        return {
-            "remote": Place(self.remote, "prfaas0", "prefill"),
-            "decode": Place(self.decode, "pd0", "decode"),
-        }
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[LinkedPair]:
     """Started once, killed and taken down whatever happens."""
     try:
         net = ShapedNetwork()
@@ -58,7 +48,7 @@ def pair() -> Iterator[Pair]:
     async def up() -> None:
         async with direct() as session:
             await asyncio.gather(remote.ready(session), decode.ready(session))
-        async with routing(Pair(net, remote, decode, Prompts(3)).places, ALWAYS) as live:
+        async with routing(Pair(remote, decode).places, ALWAYS) as live:
             # the first hand-over of two workers gets to know each other
             assert (await live.ask(Prompts(4).fresh(200), 1)).headers["X-Prfaas-Route"] == "remote"
 
@@ -66,7 +56,7 @@ def pair() -> Iterator[Pair]:
         remote.start()
         decode.start()
         run(up, START_S + 100.0)
-        yield Pair(net, remote, decode, Prompts(2))
+        yield LinkedPair(remote, decode, net, Prompts(2))
     finally:
         remote.close()
         decode.close()
@@ -74,7 +64,7 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("rate_mbps", [200, 50])
-def test_transfer_times_are_those_of_the_link_formula(pair: Pair, rate_mbps: int) -> None:
+def test_transfer_times_are_those_of_the_link_formula(pair: LinkedPair, rate_mbps: int) -> None:
     """The engine's own transfer time against the simulator's for the same bytes, within 10%."""
 
     async def work() -> None:
@@ -111,7 +101,9 @@ def test_transfer_times_are_those_of_the_link_formula(pair: Pair, rate_mbps: int
 
 
 @pytest.mark.parametrize("rate_mbps", [200, 50])
-def test_the_link_is_cut_in_mid_transfer(pair: Pair, rate_mbps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_link_is_cut_in_mid_transfer(
+    pair: LinkedPair, rate_mbps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine would wait for ever; the router's deadline does not. Same tokens, by local prefill."""
 
     async def work() -> None:

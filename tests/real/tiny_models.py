@@ -23,6 +23,18 @@ from transformers import (
 
 VOCABULARY = 448
 MAX_TOKENS = 16_384
+#: What both models have.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_TOKENS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -60,16 +72,8 @@ def write_model(folder: Path, model: Any) -> None:
 def dense() -> Any:
     """1,024 bytes of fp32 KV per token: 2 layers x 2 heads x 32 x keys and values x 4 bytes."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        **SHAPE,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config).float()
 
@@ -77,12 +81,8 @@ def dense() -> Any:
 def hybrid() -> Any:
     """Three recurrent layers with a state of fixed size, then one of full attention, in bf16."""
     config = Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        **SHAPE,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -94,10 +94,6 @@ def hybrid() -> Any:
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        max_position_embeddings=MAX_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
     )
     return Qwen3NextForCausalLM(config).to(torch.bfloat16)
 

@@ -400,6 +400,15 @@ def test_a_client_that_leaves_frees_everything(backend: str, when: str) -> None:
     run(work)
 
 
+async def staged_for_a_full_worker(s: Setup) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """A stream that takes the decode worker's only place, and a request whose cache waits for it."""
+    first = asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
+    await until(lambda: s.workers["d1"]._decoding and not s.staged, "the only place is taken")
+    second = asyncio.create_task(s.post("/v1/completions", completion(LONG, 4)))
+    await until(lambda: s.staged == 1, "the cache is staged")
+    return first, second
+
+
 def test_a_release_that_a_busy_worker_does_not_come_to_says_nothing_about_it() -> None:
     """The release waits in the worker's own queue until its time is over: the worker is full, not ill."""
 
@@ -411,10 +420,7 @@ def test_a_release_that_a_busy_worker_does_not_come_to_says_nothing_about_it() -
             spec={"lease_s": 1.5, "decode": {"a_s": 0.01, "slots": 1, "source": "tests"}},
             deadlines={"release_s": 0.5},
         ) as s:
-            first = asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
-            await until(lambda: s.workers["d1"]._decoding and not s.staged, "the only place is taken")
-            second = asyncio.create_task(s.post("/v1/completions", completion(LONG, 4)))
-            await until(lambda: s.staged == 1, "the cache is staged")
+            first, second = await staged_for_a_full_worker(s)
             second.cancel()
             await until(
                 lambda: s.metric("handles_released_total", outcome="expired") == 1, "its time is over"
@@ -436,10 +442,7 @@ def test_a_client_that_leaves_between_the_legs_has_its_kv_released_once() -> Non
             limits={"decode_per_worker": 1},
             spec={"lease_s": 60.0},
         ) as s:
-            first = asyncio.create_task(s.post("/v1/completions", completion(SHORT, 100_000, stream=True)))
-            await until(lambda: s.workers["d1"]._decoding and not s.staged, "the only place is taken")
-            second = asyncio.create_task(s.post("/v1/completions", completion(LONG, 4)))
-            await until(lambda: s.staged == 1, "the cache is staged")
+            first, second = await staged_for_a_full_worker(s)
             second.cancel()
             await until(lambda: s.staged == 0, "released long before its lease ends", 5.0)
             first.cancel()
