@@ -44,6 +44,12 @@ def first_error(error: ValidationError, where: str) -> PrfaasError:
     return PrfaasError(f"{where}: {field}: {message}{shown}{more}")
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says on one line of at most some 300 characters; its class where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
 _RATE_UNITS = {
     "bps": 1.0,
     "bit/s": 1.0,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas_env.base import PrfaasError, stream
+from prfaas_env.base import PrfaasError, one_line, stream
 from prfaas_env.bundle_manifest import (
     ACTION,
     LOG_STD,
@@ -38,11 +38,6 @@ from prfaas_env.telemetry import Telemetry, TelemetrySchema
 Float32 = NDArray[np.float32]
 
 _NEEDS = "a policy bundle needs onnxruntime: pip install 'prfaas-env[policy]'"
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 class Network:
@@ -76,7 +71,7 @@ class Network:
                 files.network, options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # the runtime raises classes of its own
-            raise PrfaasError(f"{self._where}: onnxruntime refuses it: {_one_line(error)}") from None
+            raise PrfaasError(f"{self._where}: onnxruntime refuses it: {one_line(error)}") from None
         self._check(files.manifest)
 
     def _check(self, manifest: BundleManifest) -> None:
@@ -112,7 +107,7 @@ class Network:
         try:
             values: list[Float32] = self._session.run(outputs, inputs)
         except Exception as error:  # the runtime raises classes of its own
-            raise PrfaasError(f"{self._where}: onnxruntime failed: {_one_line(error)}") from None
+            raise PrfaasError(f"{self._where}: onnxruntime failed: {one_line(error)}") from None
         for name, value in zip(outputs, values, strict=True):
             # float64 cannot overflow here; for so few numbers lists are quicker than array functions
             if not math.isfinite(sum(value.ravel().tolist())):
@@ -321,7 +316,7 @@ class ReloadablePolicy:
                     policy.reset(self._context)
             except Exception as error:  # whatever a policy raises, the present one goes on
                 told = (
-                    str(error) if isinstance(error, PrfaasError) else f"policy {wanted!r}: {_one_line(error)}"
+                    str(error) if isinstance(error, PrfaasError) else f"policy {wanted!r}: {one_line(error)}"
                 )
                 return ReloadResult(self._active, told)
             self._policy = policy

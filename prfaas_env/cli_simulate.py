@@ -15,7 +15,7 @@ from rich.table import Table
 from prfaas_env.base import MAX_S, PrfaasError, write_whole
 from prfaas_env.policy import make_policy
 from prfaas_env.scenarios import Scenario, load_scenario
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES, check_engine
 from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S
 from prfaas_env.simulator.records import RequestRecords, Route, Status
 from prfaas_env.simulator.run import simulate
@@ -157,8 +157,7 @@ def simulate_command(
         raise PrfaasError("--requests and --duration exclude each other")
     if duration is not None and not 0 < duration <= MAX_S:
         raise PrfaasError(f"--duration must be above 0 and at most {MAX_S:.0e} s, found {duration}")
-    if engine not in ENGINES:
-        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    check_engine(engine)
     if requests_out is not None and not requests_out.parent.is_dir():
         raise PrfaasError(f"--requests-out: folder {requests_out.parent} does not exist")
     if trace_format is not None and trace is None:

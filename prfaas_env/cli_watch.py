@@ -18,7 +18,7 @@ from prfaas_env import rendering
 from prfaas_env.base import MAX_S, PrfaasError
 from prfaas_env.policy import PolicyContext, begin_episode, make_policy
 from prfaas_env.scenarios import Scenario, load_scenario
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES, check_engine
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.simulator.run import EpisodeRun
 from prfaas_env.simulator.world import draw_world
@@ -59,8 +59,7 @@ def watch_command(
     ] = None,
 ) -> None:
     """Show both sites, the link, the queues and every decision of a policy as a film."""
-    if engine not in ENGINES:
-        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    check_engine(engine)
     if out.suffix.lower() not in FORMATS:
         raise PrfaasError(f"--out {out}: the name must end in {' or '.join(FORMATS)}")
     if not out.resolve().parent.is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -88,6 +88,11 @@ class ClusterDecision:
             raise ValueError("a threshold or margin must be a number")
         if self.threshold_tokens is not None and self.threshold_tokens < 0:
             raise ValueError(f"threshold_tokens must be >= 0, found {self.threshold_tokens}")
+
+    @property
+    def without_move(self) -> ClusterDecision:
+        """The same routing, no node move."""
+        return self if self.move is Move.NONE else replace(self, move=Move.NONE)
 
 
 @dataclass(frozen=True, slots=True)

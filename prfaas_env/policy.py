@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ import yaml
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.bundle_manifest import MANIFEST_FILE, is_bundle
-from prfaas_env.decision import Decision, Move
+from prfaas_env.decision import Decision
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import ns_from_s
 from prfaas_env.telemetry import Telemetry, TelemetrySchema
@@ -147,9 +147,7 @@ class OwnInterval:
     def decided(self, telemetry: Telemetry, decision: Decision) -> Decision:
         """Take the decision of the interval that begins; gives what goes out now."""
         self._period = telemetry.time_ns // self._interval_ns
-        self.held = Decision(
-            tuple(c if c.move is Move.NONE else replace(c, move=Move.NONE) for c in decision.clusters)
-        )
+        self.held = Decision(tuple(c.without_move for c in decision.clusters))
         return Decision(
             tuple(
                 cluster if telemetry.legal_moves[i][cluster.move] else held

@@ -285,11 +285,25 @@ class TelemetrySchema:
         )
 
     @cached_property
-    def _bent(self) -> tuple[IntArray, FloatArray, NDArray[np.bool_]]:
-        """Positions of the fields that are not linear, their bends, and which fields have no flag."""
-        _, _, bend, _, _, flag = self.scales
+    def _bent(self) -> tuple[IntArray, FloatArray]:
+        """Positions of the fields that are not linear, and their bends."""
+        bend = self.scales[2]
         positions = np.flatnonzero(bend)
-        return positions, bend[positions], flag < 0
+        return positions, bend[positions]
+
+    @cached_property
+    def _always(self) -> NDArray[np.bool_]:
+        """Which fields have no flag."""
+        return self.scales[-1] < 0
+
+    def present(self, values: FloatArray) -> NDArray[np.bool_]:
+        """Which fields are there: those without a flag, and those whose flag is set.
+
+        Args:
+            values: in physical units, shape (..., len(self)).
+        """
+        there: NDArray[np.bool_] = self._always | (values[..., self.scales[-1]] > 0.5)
+        return there
 
     def encode(self, values: FloatArray) -> tuple[NDArray[np.float32], int]:
         """(observation float32 of shape (len(self),) in [0, 1], number of clipped values).
@@ -297,10 +311,10 @@ class TelemetrySchema:
         Fixed scales, no running statistics. A field whose flag is 0 is encoded as 0. The same numbers, bit for bit,
         as `encode_values` gives one after the other.
         """
-        low, high, _, bottom, inverse, flag = self.scales
-        positions, bend, always = self._bent
+        low, high, _, bottom, inverse, _ = self.scales
+        positions, bend = self._bent
         inside = np.minimum(np.maximum(values, low), high)
-        present = always | (values[flag] > 0.5)
+        present = self.present(values)
         clipped = int(np.count_nonzero(present & (inside != values)))
         bent = inside[positions]
         # log1p of the math module, not NumPy's, which may differ in the last bit

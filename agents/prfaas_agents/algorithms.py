@@ -64,7 +64,7 @@ def make_learner(
         codec: action codec, of the form that the settings name.
         settings: hyper-parameters; their class says which algorithm.
         seed: seed of the weights, of action sampling and of the envs.
-        network: sizes of the network beside those of the settings, by name.
+        network: sizes of the network beside its hidden layers, by name; default those of the settings.
 
     Raises:
         ValueError: a codec of the other form.
@@ -73,7 +73,8 @@ def make_learner(
         raise ValueError(f"{settings.algorithm} needs the {settings.form} action form, found {codec.form}")
     torch.set_num_threads(1)
     classes = ALGORITHMS[settings.algorithm]
-    arguments = policy_kwargs(settings.hidden, settings.activation, {**settings.network, **(network or {})})
+    sizes = settings.network if network is None else network
+    arguments = policy_kwargs(settings.hidden, settings.activation, sizes)
     if isinstance(settings, PpoSettings):
         arguments["optimizer_kwargs"] = {"eps": settings.adam_epsilon}
     model = classes.learner(

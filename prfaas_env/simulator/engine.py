@@ -65,6 +65,12 @@ class Engine(Protocol):
         """Return to a snapshot of an engine of the same kind."""
 
 
+def check_engine(name: str) -> None:
+    """PrfaasError for a value of `--engine` that is no engine."""
+    if name not in ENGINES:
+        raise PrfaasError(f"--engine is {name!r}; allowed: {', '.join(ENGINES)}")
+
+
 def make_engine(name: str, world: World) -> Engine:
     """An engine by name; PrfaasError names the known ones."""
     if name == "compiled":

@@ -183,11 +183,9 @@ class Router:
             self._admin_tls = server_ssl(config.admin.tls, "admin")
             self._token = config.admin.token().encode()
             self._admin = Port(self._handle_admin, body_bytes=2**20, cancel=False)
-        self._make = (AdminApi, Discoverer, HealthChecker)
-        self._make_control = ControlLoop
+        self._make = (AdminApi, Discoverer, HealthChecker, ControlLoop, Page)
         self.control: ControlLoop | None = None
         """None when the configuration has no `control`."""
-        self._make_page = Page
         self._tasks: list[asyncio.Task[None]] = []
         self._table: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -202,16 +200,16 @@ class Router:
         Raises:
             PrfaasError: a port or a file cannot be had.
         """
-        make_admin, make_discoverer, make_health = self._make
+        make_admin, make_discoverer, make_health, make_control, make_page = self._make
         self.forwarder = Forwarder(self.resolved, self.metrics)
         self.health = make_health(self.forwarder)
         self.discoverer = make_discoverer(self.forwarder, self.health, self.resolved.where)
         self.admin = make_admin(self)
-        self.page = self._make_page(self)
+        self.page = make_page(self)
         listen = self.config.listen
         try:
             if self.config.control is not None:
-                self.control = self._make_control(self.forwarder, self.admin.change_role)
+                self.control = make_control(self.forwarder, self.admin.change_role)
                 self.metrics.watch_control(self.control)
             await self._public.start(listen.host, listen.port, self._tls, "listen")
             self.port = self._public.port

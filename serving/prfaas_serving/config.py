@@ -20,6 +20,7 @@ from prfaas_env.bundle_manifest import is_bundle
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.scenarios.loader import apply_overrides, read_yaml
+from prfaas_serving.drift import OUT_OF_RANGE_SHARE
 
 BackendName = Literal["vllm_nixl", "vllm_mooncake", "sglang", "llmd_sidecar", "dynamo_direct", "echo"]
 EngineName = Literal["vllm", "sglang", "dynamo", "echo"]
@@ -342,7 +343,7 @@ class ControlSettings(Frozen):
     margin_min_s: float | None = Field(default=None, ge=-1e6, le=1e6)
     margin_max_s: float | None = Field(default=None, ge=-1e6, le=1e6)
     out_of_range_share: float = Field(
-        default=0.1,
+        default=OUT_OF_RANGE_SHARE,
         ge=0,
         le=1,
         description="fall back when more telemetry fields than this lie outside their range",

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import prfaas_env
-from prfaas_env.base import PrfaasError
+from prfaas_env.base import PrfaasError, one_line
 from prfaas_env.bundle import ReloadablePolicy, ReloadResult
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext, policy_hash
@@ -54,15 +54,6 @@ log = logging.getLogger("prfaas_serving.control")
 #: Lines kept for the page.
 RECENT = 256
 _STAY = Move.NONE
-
-
-def _routing(decision: ClusterDecision) -> ClusterDecision:
-    """A decision without its move."""
-    return decision if decision.move is _STAY else replace(decision, move=_STAY)
-
-
-def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 @dataclass
@@ -156,9 +147,9 @@ class Seat:
                 raise PrfaasError(f"policy {self.spec!r}: its decision is not one for {n} PD clusters")
         except Exception as error:  # whatever a policy raises, the router goes on
             self._held = None
-            return _Asked(None, error=_one_line(error))
+            return _Asked(None, error=one_line(error))
         self._period = period
-        self._held = Decision(tuple(_routing(c) for c in decision.clusters))
+        self._held = Decision(tuple(c.without_move for c in decision.clusters))
         return _Asked(decision, True, took_us)
 
     def _decide(self, telemetry: Telemetry) -> tuple[Decision, float]:
@@ -302,7 +293,7 @@ class ControlLoop:
                 self._alarm("control_loop", None)
             except Exception as error:  # a loop that dies would leave its last decision in force for ever
                 log.exception("control loop")
-                self._alarm("control_loop", _one_line(error))
+                self._alarm("control_loop", one_line(error))
             following = max(k + 1, self.clock.ns(time.monotonic()) // self.control_ns)
             self.late_ticks += following - k - 1
             k = following
@@ -410,7 +401,7 @@ class ControlLoop:
         try:
             telemetry = self.live.read(now_s, self._last_ns, allowed)
         except ValueError as error:
-            self._alarm("telemetry", _one_line(error))
+            self._alarm("telemetry", one_line(error))
             return None
         self._alarm("telemetry", None)
         self._last_ns, self._read_s, self.last = telemetry.time_ns, now_s, telemetry
@@ -495,9 +486,9 @@ class ControlLoop:
         if self.guard == "fallback":
             return verdict(self._planned, "fallback", self._why() or "fallback")
         if self.guard == "hold" or acting.decision is None:
-            return verdict(_routing(holder.base), "hold", self._why() or "until it is asked again")
+            return verdict(holder.base.without_move, "hold", self._why() or "until it is asked again")
         wanted = acting.decision.clusters[self._pd]
-        bounded, note = self._bounded(_routing(wanted))
+        bounded, note = self._bounded(wanted.without_move)
         reason = ("decided" if acting.fresh else "between two decisions") + note
         return verdict(bounded, who, reason, wanted.move if acting.fresh else _STAY)
 
@@ -556,7 +547,7 @@ class ControlLoop:
                 self._alarm("conversion", f"{move.name.lower()}: {refusal}")
         except Exception as error:  # an actuator of somebody else's
             log.exception("actuator")
-            self._alarm("conversion", f"{move.name.lower()}: {_one_line(error)}")
+            self._alarm("conversion", f"{move.name.lower()}: {one_line(error)}")
         else:
             self.counts["moves"] += 1
             self._alarm("conversion", None)

@@ -28,6 +28,7 @@ from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import IntArray
 from prfaas_env.simulator.world import scenario_schema
 from prfaas_env.telemetry import RECENT_LENGTHS, Telemetry, TelemetrySchema
+from prfaas_serving.config import ControlMode
 
 FORMAT_VERSION: Literal[1] = 1
 #: Lines that may wait for the disk; what comes beyond is dropped and counted.
@@ -37,7 +38,6 @@ MIN_BYTES = 1 << 16
 #: How long `close` waits for the disk.
 CLOSE_S = 5.0
 
-Mode = Literal["active", "shadow", "off"]
 By = Literal["policy", "rule", "hold", "fallback", "operator", "off"]
 Guard = Literal["ok", "hold", "fallback"]
 What = Literal["mode", "reload", "alarm", "guard", "override", "manual_move", "dropped"]
@@ -167,7 +167,7 @@ class HeaderLine(_Line):
     policy_spec: str
     policy_hash: str
     backend: str
-    mode: Mode
+    mode: ControlMode
     policy_seed: Count = 0
     """Seed of the policy's own randomness."""
     part: Count = 0
@@ -184,7 +184,7 @@ class DecisionLine(_Line):
     """Number of the decision since the start."""
     time_ns: Ns
     unix_s: float
-    mode: Mode
+    mode: ControlMode
     values: tuple[float, ...]
     """Telemetry in physical units, in the order of the header's `names`."""
     conversion_tick: bool

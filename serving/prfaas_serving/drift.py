@@ -14,6 +14,8 @@ from prfaas_env.telemetry import Telemetry, TelemetrySchema
 #: How far a field may leave its range, as a share of its encoded scale, before it counts: what is nearer changes the
 #: network's input by less than this.
 TOLERANCE = 0.01
+#: Share of fields outside above which the control loop's guard falls back, unless it is told otherwise.
+OUT_OF_RANGE_SHARE = 0.1
 
 
 def ranges_of(policy: Policy) -> InputRanges | None:
@@ -49,11 +51,9 @@ def outside(telemetry: Telemetry, ranges: InputRanges) -> NDArray[np.bool_]:
     """
     schema = telemetry.schema
     low, high, known = _encoded(ranges, schema)
-    flags = schema.scales[-1]
-    present = (flags < 0) | (telemetry.values[flags] > 0.5)
     seen, _ = schema.encode(telemetry.values)
     beyond = ~known | (seen < low) | (seen > high)
-    out: NDArray[np.bool_] = present & beyond
+    out: NDArray[np.bool_] = schema.present(telemetry.values) & beyond
     return out
 
 

@@ -457,7 +457,6 @@ class LiveTelemetry:
         """Legal moves of the PD cluster now: the simulator's rule, with the scenario's minima and never below one."""
         spec, (prefill, decode) = self._f.resolved.pd, self.split()
         queue = self._f.fleet.local_prefill
-        behind = sum(max(len(w.assigned) - 1, 0) for w in queue.workers)
         return legal_moves(
             on_conversion_tick,
             len(self._changes.under_way),
@@ -465,7 +464,7 @@ class LiveTelemetry:
             decode,
             max(spec.prefill_floor, 1),
             max(spec.min_decode, 1),
-            queue.waiting + behind,
+            queue.waiting + queue.behind,
         )
 
     def _read_prefill(self, pool: Pool, now_s: float) -> Reading:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.intervals import Interval
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES, check_engine
+from prfaas_serving.drift import OUT_OF_RANGE_SHARE
 
 if TYPE_CHECKING:
     from prfaas_serving.decision_log import Log
@@ -25,11 +26,6 @@ OneFile = Annotated[
 ]
 Engine = Annotated[str, typer.Option(help=f"Engine of the simulation: {', '.join(ENGINES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
 
 
 def _read(path: Path, one_file: bool) -> Log:
@@ -58,7 +54,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Run the policy of a decision log again on what it saw, or simulate other policies on the recorded traffic."""
-    _check_engine(engine)
+    check_engine(engine)
     specs = list(policy or ())
     if not simulate and len(specs) > 1:
         raise PrfaasError("--policy: one at most without --simulate")
@@ -90,7 +86,7 @@ def shadow_report(
         typer.Option(
             min=0.0, max=1.0, help="Share of fields outside above which the router's guard falls back."
         ),
-    ] = 0.1,
+    ] = OUT_OF_RANGE_SHARE,
     simulate: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Estimate the effect in the simulator.")
     ] = True,
@@ -99,7 +95,7 @@ def shadow_report(
     as_json: AsJson = False,
 ) -> None:
     """Report on a policy in shadow mode: where it would have differed, the estimated effect, drift of what it saw."""
-    _check_engine(engine)
+    check_engine(engine)
     from prfaas_serving.shadow_report import shadow_report as report
 
     read = _read(log, one_file)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.decision import ClusterDecision, Decision, Move
+from prfaas_env.decision import Decision, Move
 from prfaas_env.intervals import Interval, block_interval
 from prfaas_env.policy import Policy, PolicyContext
 from prfaas_env.scenarios.faults import Faults
@@ -35,7 +35,7 @@ from prfaas_env.simulator.formulas import NEVER_NS, NS_PER_S, FloatArray, IntArr
 from prfaas_env.simulator.records import Status
 from prfaas_env.simulator.run import Episode, run_world
 from prfaas_env.simulator.world import CapacityTrace, World
-from prfaas_env.telemetry import EVIDENCE_WINDOW_S, Telemetry, within
+from prfaas_env.telemetry import EVIDENCE_WINDOW_S, Telemetry, meets
 from prfaas_env.workload.requests import RequestTable
 from prfaas_serving.decision_log import DecisionLine, Log, RequestLine
 
@@ -342,7 +342,7 @@ def _recorded_policy(log: Log, start_ns: int, notes: list[str]) -> RecordedPolic
         if line.acted is None:
             continue
         tick = round((line.time_ns - start_ns) / interval_ns)
-        routing[tick] = Decision(tuple(_without_move(c) for c in line.acted.clusters))
+        routing[tick] = Decision(tuple(c.without_move for c in line.acted.clusters))
         for i, cluster in enumerate(line.acted.clusters):
             if cluster.move is not Move.NONE:
                 moves[tick, i] = cluster.move
@@ -350,10 +350,6 @@ def _recorded_policy(log: Log, start_ns: int, notes: list[str]) -> RecordedPolic
         raise PrfaasError(f"{log.path}: nothing was ever put in force: nothing to simulate")
     _take_conversions(log, start_ns, interval_ns, slow_ns, moves, notes)
     return RecordedPolicy(routing, moves, interval_ns)
-
-
-def _without_move(cluster: ClusterDecision) -> ClusterDecision:
-    return cluster if cluster.move is Move.NONE else dataclasses.replace(cluster, move=Move.NONE)
 
 
 def _take_conversions(
@@ -437,9 +433,7 @@ def _good(slo: Slo, finished: bool, ttft_s: float | None, tpot_s: float | None) 
     """Whether a request meets every objective; one output token has no time per further token."""
     if not finished or ttft_s is None:
         return False
-    return (slo.ttft_s is None or within(slo.ttft_s, ttft_s)) and (
-        slo.tpot_s is None or tpot_s is None or within(slo.tpot_s, tpot_s)
-    )
+    return meets(slo.ttft_s, ttft_s) and (tpot_s is None or meets(slo.tpot_s, tpot_s))
 
 
 def what_happened(log: Log, recorded: RecordedWorld) -> Run:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from prfaas_serving.config import ControlMode
+from prfaas_serving.decision_log import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -109,8 +113,6 @@ class _State(Collector):
 
     def collect(self) -> Iterable[Any]:
         """Gauges of the decision, pools, workers and links."""
-        import time
-
         f, now_s = self._forwarder, time.monotonic()
 
         def family(
@@ -214,8 +216,6 @@ class _Control(Collector):
 
     def collect(self) -> Iterable[Any]:
         """Mode, guard, age of what workers say, ticks and moves."""
-        import time
-
         c = self._control
 
         def family(name: str, text: str, label: str | None, rows: dict[str, float]) -> Any:
@@ -224,8 +224,8 @@ class _Control(Collector):
                 found.add_metric([value] if label else [], number)
             return found
 
-        modes = {m: float(m == c.mode) for m in ("active", "shadow", "off")}
-        guards = {g: float(g == c.guard) for g in ("ok", "hold", "fallback")}
+        modes = {m: float(m == c.mode) for m in get_args(ControlMode)}
+        guards = {g: float(g == c.guard) for g in get_args(Guard)}
         yield family("mode", "1 = the mode now", "mode", modes)
         yield family("guard", "1 = the guard now", "guard", guards)
         stale_s = c.live.stale_s(time.monotonic())

@@ -16,7 +16,7 @@ from prfaas_env.decision import Decision
 from prfaas_env.policy import Policy, make_policy, policy_hash
 from prfaas_env.simulator.engine import DEFAULT_ENGINE
 from prfaas_serving.decision_log import DecisionLine, Lengths, Log
-from prfaas_serving.drift import outside, ranges_of
+from prfaas_serving.drift import OUT_OF_RANGE_SHARE, outside, ranges_of
 from prfaas_serving.log_world import (
     Difference,
     RecordedWorld,
@@ -189,8 +189,7 @@ def drift(log: Log, ranges: InputRanges, limit: float) -> Drift:
     if not masks:
         raise PrfaasError(f"{log.path}: has no decisions: nothing to report")
     beyond, seen = np.array(masks), np.array(values)
-    flags = log.schema.scales[-1]
-    there = (flags < 0) | (seen[:, flags] > 0.5)
+    there = log.schema.present(seen)
     shares = beyond.mean(axis=0)
     fields = [
         FieldDrift(
@@ -326,7 +325,7 @@ def shadow_report(
     log: Log,
     *,
     policy: str | None = None,
-    limit: float = 0.1,
+    limit: float = OUT_OF_RANGE_SHARE,
     simulate: bool = True,
     engine: str = DEFAULT_ENGINE,
 ) -> ShadowReport:

@@ -392,6 +392,11 @@ class Pool:
         """Those who wait for room, in the order in which they get it."""
         return self._waiting
 
+    @property
+    def behind(self) -> int:
+        """Prefills that wait at a worker behind another one: a worker does one after the other."""
+        return sum(max(len(w.assigned) - 1, 0) for w in self.workers)
+
     def usable(self, now_s: float) -> list[Worker]:
         """Workers that may get a request, their limits apart."""
         return [w for w in self.workers if w.usable(now_s)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES
+from prfaas_env.simulator.engine import DEFAULT_ENGINE, ENGINES, check_engine
 
 if TYPE_CHECKING:
     from prfaas_trainings.config import TrainingConfig
@@ -97,8 +97,7 @@ def compare(
     from prfaas_trainings.parts import command_line
     from prfaas_trainings.seeds import seeds_of
 
-    if engine not in ENGINES:
-        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    check_engine(engine)
     for name, given in (("--timeline", timeline), ("--report", report)):
         if out is None and given:
             raise PrfaasError(f"{name} needs --out")
@@ -208,8 +207,7 @@ def sweep(
     from prfaas_trainings import sweep_command
     from prfaas_trainings.parts import command_line
 
-    if engine not in ENGINES:
-        raise PrfaasError(f"--engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    check_engine(engine)
     _need(_DRAWING, "sweep with its plots")
     if study is None:
         chosen = sweep_command.from_options(

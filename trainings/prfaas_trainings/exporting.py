@@ -103,9 +103,8 @@ class _Watched:
 
     def decide(self, telemetry: Telemetry) -> Decision:
         """The policy's decision."""
-        flags = telemetry.schema.scales[-1]
-        absent = (flags >= 0) & (telemetry.values[flags] <= 0.5)
-        low, high = (np.where(absent, end, telemetry.values) for end in (np.inf, -np.inf))
+        there = telemetry.schema.present(telemetry.values)
+        low, high = (np.where(there, telemetry.values, end) for end in (np.inf, -np.inf))
         self.low = low if self.low is None else np.minimum(self.low, low)
         self.high = high if self.high is None else np.maximum(self.high, high)
         self.readings += 1

@@ -198,8 +198,9 @@ class Run:
         self._before_s = 0.0 if start is None else start.progress.elapsed_s
         self._start_s = time.monotonic()
         self._leg = 0 if start is None else start.progress.leg + 1
+        self._network = config.network()
         self.model: BaseAlgorithm = make_learner(
-            envs.vec_env, self.codec, config.settings, config.seed, config.network()
+            envs.vec_env, self.codec, config.settings, config.seed, self._network
         )
         if start is None:
             fit_scaling(self.model, config.settings.scaling_steps)
@@ -246,7 +247,7 @@ class Run:
             decision_interval_s=config.decision_interval_s,
             hidden=config.settings.hidden,
             activation=config.settings.activation,
-            network=config.network(),
+            network=self._network,
             weights_sha256="",
             steps=steps,
             reward=config.reward,

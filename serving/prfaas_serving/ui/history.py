@@ -107,12 +107,8 @@ class Conversion:
 
 def waiting(pool: Pool) -> float:
     """Requests that wait for a pool: in the router, and at its workers behind others."""
-    behind: float
-    if pool.role == "prefill":
-        behind = sum(max(len(w.assigned) - 1, 0) for w in pool.workers)
-    else:
-        behind = sum(w.load.waiting for w in pool.workers)
-    return pool.waiting + behind
+    at_workers = pool.behind if pool.role == "prefill" else sum(w.load.waiting for w in pool.workers)
+    return pool.waiting + at_workers
 
 
 def pool_name(pool: Pool) -> str:

@@ -10,11 +10,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from aiohttp import web
@@ -24,6 +23,7 @@ from prfaas_serving.ui.history import STEP_S, History, waiting
 
 if TYPE_CHECKING:
     from prfaas_serving.app import Router
+    from prfaas_serving.control import ControlLoop
 
 log = logging.getLogger("prfaas_serving.ui")
 
@@ -59,23 +59,6 @@ _SHOWN = 20
 _SLOW_LINK = 0.5
 
 Level = Literal["critical", "warning", "notice"]
-
-
-class Control(Protocol):
-    """What the page reads of a control loop."""
-
-    mode: str
-    policy_spec: str
-    policy_hash: str
-    guard: str
-
-    @property
-    def recent(self) -> Iterable[Any]:
-        """Lines of decisions, newest last."""
-
-    @property
-    def alarms(self) -> Mapping[str, str]:
-        """Name -> text of what is raised now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +154,9 @@ class Page:
     # ------------------------------------------------------------------ state
 
     @property
-    def control(self) -> Control | None:
+    def control(self) -> ControlLoop | None:
         """The control loop, if there is one."""
-        return getattr(self._router, "control", None)
+        return self._router.control
 
     def alarms(self) -> list[Alarm]:
         """What is wrong now, worst first."""
@@ -257,7 +240,7 @@ class Page:
         return self._state
 
 
-def _control(control: Control) -> dict[str, Any]:
+def _control(control: ControlLoop) -> dict[str, Any]:
     lines = list(control.recent)[: -_SHOWN - 1 : -1]
     return {
         "mode": control.mode,
