@@ -86,15 +86,21 @@ def test_a_mistake_of_the_command_is_one_line(tmp_path: Path) -> None:
 def test_the_demonstration_in_small() -> None:
     scenario = load_scenario("mooncake")
     requests = draw_world(scenario, 0, horizon_s=6.0).requests
-    chosen = [ClusterDecision(threshold_tokens=math.inf), ClusterDecision(threshold_tokens=0.0)]
+    chosen = [
+        ClusterDecision(threshold_tokens=math.inf),
+        ClusterDecision(threshold_tokens=0.0),
+        "static:threshold_tokens=10000",
+    ]
     rows = run_loop(demo.measure(scenario, requests, chosen, 0.05))
-    assert [r.name for r in rows] == ["never remote", "always remote"]
-    assert [(len(r.ttft_s), r.failed) for r in rows] == [(len(requests), 0)] * 2
-    assert [r.remote for r in rows] == [0, len(requests)]
+    assert [r.name for r in rows] == ["never remote", "always remote", "static:threshold_tokens=10000"]
+    assert [(len(r.ttft_s), r.failed) for r in rows] == [(len(requests), 0)] * 3
+    above = int((requests.input_tokens > 10_000).sum())
+    assert [r.remote for r in rows] == [0, len(requests), above]
+    assert 0 < above < len(requests), "the policy decided, not the configuration"
     assert rows[0].link_bytes == 0
     expected = sum(scenario.model.kv.transfer_bytes(int(n)) for n in requests.input_tokens)
     assert abs(rows[1].link_bytes / expected - 1) < 0.05, "the bytes of every cache crossed the link"
-    assert demo.table_of(rows).row_count == 2
+    assert demo.table_of(rows).row_count == 3
     assert demo.table_of([demo.Row(chosen[0])]).row_count == 1
     assert json.dumps([demo._figures(r) for r in rows])
 
