@@ -192,7 +192,7 @@ async def measure(
 
 async def _ready(router: Router) -> None:
     end = time.monotonic() + 60.0
-    # a canary is over when its transfer is, so that none of it counts in a row
+    # a canary is over when its transfer is, so that none of it counts in the first row
     while router.health.missing() or router.forwarder.open_requests:
         if time.monotonic() > end:
             raise PrfaasError(f"the fake cluster did not become ready: {', '.join(router.health.missing())}")

@@ -14,6 +14,7 @@ from prfaas_env.telemetry import Telemetry
 from prfaas_serving.actuator import ROLES, MoveFailed, MoveRefused, RoleActuator
 from prfaas_serving.workers import RoleChange
 from tests.serving.support import Setup, completion, expected_text, run, serving, until
+from tests.serving.virtual import run_virtually
 
 WORKERS = (
     ("r1", "prfaas0", "prefill"),
@@ -56,7 +57,7 @@ class Watch:
         """Until cancelled."""
         while True:
             self.look()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.003)
 
 
 @dataclass
@@ -130,7 +131,7 @@ def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
             assert sum(w.double_pulls for w in s.workers.values()) == 0
             await s.settled()
 
-    run(work)
+    run_virtually(work())
 
 
 def test_flip_backs_and_last_ones_are_refused() -> None:
@@ -228,7 +229,7 @@ def test_twenty_conversions_ordered_by_the_loop() -> None:
             fleet.changes.ended.append(watch.ended)
             clients = [asyncio.create_task(traffic.client(n)) for n in range(6)]
             looking = asyncio.create_task(watch.keep_looking())
-            await until(lambda: len(watch.done) >= 20, "twenty conversions", 60.0)
+            await until(lambda: len(watch.done) >= 20, "twenty conversions", 600.0)
             traffic.stop = True
             await asyncio.gather(*clients)
             looking.cancel()
@@ -239,4 +240,4 @@ def test_twenty_conversions_ordered_by_the_loop() -> None:
             roles = [ROLES[m] for m in (Move.DECODE_TO_PREFILL, Move.PREFILL_TO_DECODE)]
             assert [(c.from_role, c.to_role) for c in watch.done[:4]] == roles * 2
 
-    run(work)
+    run_virtually(work())
