@@ -1,9 +1,9 @@
 """The same requests through the simulator and through the router: readings and decisions side by side.
 
 Two ways. `replay` feeds the router's own counters with what happened in the simulator, at injected times: it shows that
-the same events give the same reading. `over_http` sends the requests to a router with a fake cluster, in scaled real
-time: it shows that the protocol takes the times the simulator says. Both use the same profile, so this is a check of
-windows, estimators and protocol, not of speed.
+the same events give the same reading. `over_http` sends the requests to a router with fake workers, at a `time_scale`
+and in virtual time: it shows that the protocol takes the times the simulator says. Both use the same profile, so this
+is a check of windows, estimators and protocol, not of speed.
 """
 
 from __future__ import annotations
@@ -135,36 +135,9 @@ OVER_HTTP: dict[str, Within] = {
     "ttft_attainment": Within(0.05, 0.0, 0.95),
     "tpot_valid": Within(0.0, 0.0, 0.97),
     "tpot_attainment": Within(0.05, 0.0, 0.95),
-}
-#: The same in scaled real time with processes: a machine's own delays come on top. Queues are counts and sums that
-#: jump with every event, so that most of their intervals must agree, not all.
-REAL_TIME: dict[str, Within] = {
-    **OVER_HTTP,
-    **{f"input_token_rate_{w}s_tps": Within(6e4 / w, 0.1, 0.9) for w in (5, 30, 120)},
-    **{
-        f"prefill_{name}": Within(abs_, 0.2, 0.85)
-        for name, abs_ in (
-            ("queue_requests", 1.0),
-            ("queue_tokens", 1.5e4),
-            ("queue_work_s", 1.5),
-            ("queue_oldest_s", 1.0),
-            ("residual_s", 1.0),
-            ("busy_instances", 1.0),
-        )
-    },
-    "decode_sequences": Within(2.0, 0.2, 0.9),
-    "decode_slot_use": Within(2 / 60, 0.2, 0.9),
-    "output_tokens_mean": Within(2.0, 0.1, 0.9),
-    "ttft_attainment": Within(0.15, 0.0, 0.85),
-    "tpot_attainment": Within(0.3, 0.0, 0.85),
-    "open_flows": Within(1.0, 0.0, 0.9),
-    "backlog_bytes": Within(1e9, 0.3, 0.85),
-    "backlog_s": Within(0.5, 0.3, 0.85),
-    "staged_bytes": Within(1e9, 0.3, 0.85),
-    "utilisation_5s": Within(0.15, 0.2, 0.85),
-    "utilisation_30s": Within(0.06, 0.1, 0.9),
-    "observed_capacity_bps": Within(0.0, 0.25, 0.9),
-    "threshold_tokens": Within(1.0, 0.1, 0.95),
+    # one window that was only just busy throughout is evidence here and none there, at the same capacity
+    "observed_valid": Within(0.0, 0.0, 0.75),
+    "observed_age_s": Within(10.0, 0.1, 0.75),
 }
 
 
@@ -336,13 +309,8 @@ class _Replay:
         self.live.finished(now_s, tokens, (now_s - first_s) / (tokens - 1) if tokens > 1 else 0.0)
 
 
-async def over_http(
-    file: Path, world: World, spec: str, seconds: int, time_scale: float, processes: bool
-) -> Run:
-    """The run through a router and fake workers, each second of the scenario in `time_scale` ones of the clock.
-
-    With `processes` the workers run in processes of their own, which needs real time.
-    """
+async def over_http(file: Path, world: World, spec: str, seconds: int, time_scale: float) -> Run:
+    """The run through a router and fake workers, each second of the scenario in `time_scale` ones of the clock."""
     scenario = load_scenario(file)
     cluster = of_deployment(
         scenario,
@@ -351,12 +319,8 @@ async def over_http(
         handshake_s=5.0,
         max_model_len=1_000_000,
     )
-    run, fakes = Run(), []
+    run, fakes = Run(), await _in_process(cluster)
     try:
-        if processes:
-            await cluster.start()
-        else:
-            fakes = await _in_process(cluster)
         polls = max(time_scale, 0.05)
         resolved = Resolved(
             config(
@@ -384,11 +348,9 @@ async def over_http(
         finally:
             await router.close()
     finally:
-        if processes:
-            await cluster.close()
         for fake in fakes:
             await fake.close()
-        if not processes and cluster.link is not None:
+        if cluster.link is not None:
             await cluster.link.close()
     return run
 
