@@ -79,15 +79,20 @@ def test_anything_else_that_is_skipped_fails_the_run(tmp_path: Path, listed: dic
     assert "(NOT on the recorded list)" in shown
 
 
-def test_real_engines_are_left_out_by_default() -> None:
-    settings = {k: v for k, v in os.environ.items() if k != "PRFAAS_REAL"}
+@pytest.mark.parametrize("asked", [False, True])
+def test_real_engines_are_left_out_unless_asked_for(asked: bool) -> None:
+    settings = {k: v for k, v in os.environ.items() if k != "PRFAAS_REAL"} | (
+        {"PRFAAS_REAL": "1"} if asked else {}
+    )
+    others = [p for p in (ROOT / "tests").iterdir() if p.name != "real" and (p.is_dir() or "test_" in p.name)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+        + [f"--ignore={path}" for path in others],
         cwd=ROOT,
         env=settings,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "tests/test_layers.py" in done.stdout
-    assert "tests/real" not in done.stdout
+    assert ("test_vllm_dense" in done.stdout) == asked, done.stdout
+    assert done.returncode == (0 if asked else pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout
