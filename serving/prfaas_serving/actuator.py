@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from prfaas_env.decision import Move
 from prfaas_serving.config import RoleName
+from prfaas_serving.fleet import Fleet, Worker
 from prfaas_serving.requests import ClientError
-from prfaas_serving.workers import Fleet, Worker
 
 #: (role that a worker leaves, role that it takes) of each move.
 ROLES: dict[Move, tuple[RoleName, RoleName]] = {

@@ -36,9 +36,9 @@ from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_serving.backends.engines import read_role_switch, role_switch
 from prfaas_serving.cache_index import EngineEvents
 from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
+from prfaas_serving.fleet import Worker
 from prfaas_serving.paths import finite
 from prfaas_serving.requests import ClientError, parse_json
-from prfaas_serving.workers import Worker
 
 if TYPE_CHECKING:
     from prfaas_serving.app import Router

@@ -10,8 +10,8 @@ from prfaas_env.decision import offload_by_margin, offload_by_threshold
 from prfaas_env.prediction import PathState
 from prfaas_serving.cache_index import Blocks, PrefixIndex
 from prfaas_serving.decisions import DecisionHolder
+from prfaas_serving.fleet import Fleet, Pool, Worker
 from prfaas_serving.paths import Paths
-from prfaas_serving.workers import Fleet, Pool, Worker
 
 RouteKind = Literal["remote", "local", "alone"]
 

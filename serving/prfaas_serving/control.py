@@ -45,9 +45,9 @@ from prfaas_serving.decision_log import (
     decision_json,
 )
 from prfaas_serving.drift import outside_share, ranges_of
+from prfaas_serving.fleet import RoleChange
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LiveTelemetry, RouterClock
-from prfaas_serving.workers import RoleChange
 
 log = logging.getLogger("prfaas_serving.control")
 

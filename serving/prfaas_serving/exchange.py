@@ -35,6 +35,7 @@ from prfaas_serving.backends import Flow, HandOver, Leg
 from prfaas_serving.backends.vllm_mooncake import NoEngineId
 from prfaas_serving.cache_index import Blocks, blocks_of
 from prfaas_serving.choice import Cached, Choice, Route
+from prfaas_serving.fleet import Attempt, NoWorker, Pool, Worker
 from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Handle, Outcome
 from prfaas_serving.length import Prompt
 from prfaas_serving.paths import Flow as LinkFlow
@@ -50,7 +51,6 @@ from prfaas_serving.requests import (
     scrub,
 )
 from prfaas_serving.upstream import ILL, LegFailure
-from prfaas_serving.workers import Attempt, NoWorker, Pool, Worker
 
 log = logging.getLogger("prfaas_serving.exchange")
 

@@ -20,6 +20,7 @@ from prfaas_serving.cache_index import PrefixIndex
 from prfaas_serving.choice import Chooser, Route
 from prfaas_serving.config import Resolved
 from prfaas_serving.decisions import DecisionHolder
+from prfaas_serving.fleet import Attempt, Fleet, Worker
 from prfaas_serving.length import LengthCounter
 from prfaas_serving.metrics import Metrics
 from prfaas_serving.paths import Paths
@@ -27,7 +28,6 @@ from prfaas_serving.requests import (
     Job,
 )
 from prfaas_serving.upstream import ILL, LegFailure, Upstream
-from prfaas_serving.workers import Attempt, Fleet, Worker
 
 log = logging.getLogger("prfaas_serving.forward")
 

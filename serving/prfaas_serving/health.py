@@ -15,9 +15,9 @@ from multidict import CIMultiDict
 from prfaas_serving.backends.engines import HEALTH_PATH, LOAD_PATH, Unreadable, read_load
 from prfaas_serving.choice import Route
 from prfaas_serving.exchange import Exchange
+from prfaas_serving.fleet import Load, Worker
 from prfaas_serving.forward import Forwarder
 from prfaas_serving.requests import COMPLETIONS, ClientError, Job
-from prfaas_serving.workers import Load, Worker
 
 log = logging.getLogger("prfaas_serving.health")
 

@@ -25,9 +25,9 @@ from prfaas_env.telemetry import (
 )
 from prfaas_serving.backends.engines import LOAD_PATH
 from prfaas_serving.choice import Route
+from prfaas_serving.fleet import Pool, RoleChanges, Worker
 from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder
 from prfaas_serving.paths import Flow
-from prfaas_serving.workers import Pool, RoleChanges, Worker
 
 #: Requests that must have ended at a worker while its counters stood still before the page counts as frozen.
 _FROZEN_AFTER = 5

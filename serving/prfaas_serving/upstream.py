@@ -15,9 +15,9 @@ from multidict import CIMultiDict
 from prfaas_env.base import PrfaasError
 from prfaas_serving.backends.base import Leg
 from prfaas_serving.config import RouterConfig
+from prfaas_serving.fleet import Worker
 from prfaas_serving.metrics import Metrics
 from prfaas_serving.requests import Job
-from prfaas_serving.workers import Worker
 
 LegName = Literal["prefill", "decode"]
 FailureKind = Literal[

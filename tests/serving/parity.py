@@ -35,10 +35,10 @@ from prfaas_serving.control import ControlLoop
 from prfaas_serving.demo import Row, load
 from prfaas_serving.fake.cluster import FakeCluster, of_deployment, router_workers
 from prfaas_serving.fake.worker import FakeWorker
+from prfaas_serving.fleet import Waiter
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LiveTelemetry, RouterClock
 from prfaas_serving.metrics import Metrics
-from prfaas_serving.workers import Waiter
 from tests.serving.support import until
 
 #: Roles are fixed (the minima are the split), so that a difference is one of readings and not of who was converted.

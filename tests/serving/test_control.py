@@ -24,9 +24,9 @@ from prfaas_serving.choice import Route
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.control import ControlLoop
 from prfaas_serving.decision_log import EventLine, read_log
+from prfaas_serving.fleet import Load
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.metrics import Metrics
-from prfaas_serving.workers import Load
 from tests.serving.support import SHORT, run, serving, until
 
 T0 = 50_000.0

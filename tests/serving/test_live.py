@@ -18,11 +18,11 @@ from prfaas_env.telemetry import Telemetry, length_bin, schema_for
 from prfaas_serving.app import Router
 from prfaas_serving.choice import Route
 from prfaas_serving.config import Resolved, RouterConfig
+from prfaas_serving.fleet import Load, Worker
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LinkWatch, LiveTelemetry, LoadPages, RouterClock, SizeFactor
 from prfaas_serving.metrics import Metrics
 from prfaas_serving.paths import Flow
-from prfaas_serving.workers import Load, Worker
 from tests.serving.support import LONG, SHORT, run, serving, until
 
 T0 = 1000.0

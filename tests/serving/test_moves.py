@@ -12,7 +12,7 @@ import pytest
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.telemetry import Telemetry
 from prfaas_serving.actuator import ROLES, MoveFailed, MoveRefused, RoleActuator
-from prfaas_serving.workers import RoleChange
+from prfaas_serving.fleet import RoleChange
 from tests.serving.support import Setup, completion, expected_text, run, serving, until
 from tests.serving.virtual import run_virtually
 

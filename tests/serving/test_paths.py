@@ -18,8 +18,8 @@ from prfaas_env.simulator.formulas import rdma_s
 from prfaas_serving.choice import Cached, Chooser
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.decisions import DecisionHolder
+from prfaas_serving.fleet import Fleet
 from prfaas_serving.paths import LinkState, Paths
-from prfaas_serving.workers import Fleet
 
 
 def link(nominal: float = 100.0) -> LinkState:

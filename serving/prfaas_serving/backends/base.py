@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job
-from prfaas_serving.workers import Worker
 
 
 class Flow(Enum):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prfaas_serving.backends.base import Flow, HandOver, Leg, Plain
+from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job
-from prfaas_serving.workers import Worker
 
 PREFILL_HEADER = "x-dynamo-prefill-instance-id"
 DECODE_HEADER = "x-dynamo-worker-instance-id"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 from prfaas_serving.backends.base import FetchJson, Flow, HandOver, Leg, Plain
+from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job, with_fields
-from prfaas_serving.workers import Worker
 
 
 class Sglang(Plain):

@@ -7,8 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from prfaas_serving.backends.base import FetchJson, Flow, HandOver, Leg, Plain
+from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job, prefill_body, with_fields
-from prfaas_serving.workers import Worker
 
 
 class NoEngineId(Exception):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from prfaas_serving.backends.base import Flow, HandOver, Leg, Plain
+from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job, prefill_body, prompt_tokens_of, with_fields
-from prfaas_serving.workers import Worker
 
 #: What a prefill leg asks for; the engine answers with the same object filled.
 PREFILL_PARAMS: dict[str, Any] = {

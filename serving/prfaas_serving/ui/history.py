@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from prfaas_serving.choice import Route
+    from prfaas_serving.fleet import Pool
     from prfaas_serving.forward import Forwarder
-    from prfaas_serving.workers import Pool
 
 STEP_S = 5.0
 N_STEPS = 180

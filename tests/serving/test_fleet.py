@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prfaas_serving.config import RouterConfig, WorkerSpec
-from prfaas_serving.workers import Fleet, Load, NoWorker, Pool, Worker
+from prfaas_serving.fleet import Fleet, Load, NoWorker, Pool, Worker
 from tests.serving.support import run
 
 HEALTH: dict[str, Any] = {"ramp_s": 10.0, "breaker_failures": 1, "breaker_open_s": 100.0}
