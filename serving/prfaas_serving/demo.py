@@ -201,7 +201,7 @@ async def _ready(router: Router) -> None:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """The table of a demonstration."""
-    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", "Gbit/s", "moves", "failed")
+    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", "Gbit/s", "moves", "lost")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
