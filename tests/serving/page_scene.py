@@ -194,13 +194,15 @@ WORKERS = (
 
 @asynccontextmanager
 async def scene(
-    *, busy: bool = True, control: FakeControl | None = None, **config: Any
+    *, busy: bool = True, control: FakeControl | dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[Setup]:
-    """A router and its workers, with or without traffic and a control loop."""
+    """A router and its workers, with or without traffic and a control loop, fake or (by its settings) real."""
     # a browser beside it needs the processor too
     config.setdefault("health", {"probe_s": 0.5, "load_poll_s": 0.5})
+    if isinstance(control, dict):
+        config["control"] = control
     async with serving(workers=WORKERS, **config) as s:
-        if control is not None:
+        if isinstance(control, FakeControl):
             install(s.router, control)
         if busy:
             traffic(s.router)

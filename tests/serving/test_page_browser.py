@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prfaas_serving.control import ControlLoop
 from tests.serving.page_scene import FLAGS, FakeControl, browser_path, decisions, scene
 from tests.serving.support import LONG, SHORT, TOKEN, Setup, until
 
@@ -224,6 +225,30 @@ def test_the_mode_is_switched_by_keyboard_with_confirmation(chromium: Chromium) 
             )
             assert control.told == [("shadow", "to watch <b>it</b>")]
             assert await seen.text("#status") == "The mode is shadow now."
+
+    chromium.run(work)
+
+
+def test_with_a_real_control_loop(chromium: Chromium) -> None:
+    async def work() -> None:
+        policy = "static:threshold_tokens=300"
+        control = {"policy": policy, "mode": "active"}
+        async with scene(busy=False, control=control) as s, chromium.look(s) as seen:
+            loop = s.router.control
+            assert isinstance(loop, ControlLoop)
+            assert (await s.complete(SHORT)).status == 200
+            await seen.wait("document.querySelector('#rule').textContent === 'Remote above 300 tokens'")
+            await seen.wait("document.body.innerText.includes('static:threshold_tokens=300')")
+            await until(lambda: loop.n > 3, "it decides")
+            await seen.wait("document.querySelectorAll('#decisions tr').length > 2")
+            await seen.page.click("[data-mode=off]")
+            await seen.page.fill("#ask-reason", "to see the rule")
+            await seen.page.click("#ask-yes")
+            await seen.wait(
+                "document.querySelector('[data-mode=off]').getAttribute('aria-pressed') === 'true'"
+            )
+            assert loop.mode == "off"
+            await seen.wait("document.querySelector('#rule').textContent === 'Remote above 100 tokens'")
 
     chromium.run(work)
 
