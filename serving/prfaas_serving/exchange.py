@@ -147,6 +147,7 @@ class Exchange:
                 self._answer = answer
                 return answer
             except LegFailure as failure:
+                self._reword(failure)
                 self._blame(failure)
                 self._drop()
                 self._last = failure
@@ -471,11 +472,30 @@ class Exchange:
         leg = f.backend.decode_leg(self.job, place.worker, decode, {})
         self._open_link()
         deadline_s = self._prefill_deadline_s(place) + self._transfer_deadline_s()
-        answer = await self._open_decode(decode, leg, deadline_s, transfer=True)
+        try:
+            answer = await self._open_decode(decode, leg, deadline_s, transfer=True)
+        except LegFailure as failure:
+            if failure.final:
+                await self._refuse_gone(failure, place.worker, decode)
+            raise
+        f.fleet.shared_blame.worked(place.worker.name, decode.name)
         self._prefilled(place)
         self._prefill = None
         self._transferred(place.worker, decode)
         return answer
+
+    async def _refuse_gone(self, failure: LegFailure, *workers: Worker) -> None:
+        """Tell a request to a worker that does not exist any more from a client's mistake.
+
+        Raises:
+            LegFailure: a worker is gone.
+        """
+        f = self._f
+        gone = await f.backend.gone(failure.status or 0, workers, f.upstream.fetch_json)
+        if gone is not None:
+            gone.state = "down"
+            log.warning("worker %s is gone", gone.name)
+            raise LegFailure("decode", "status", status=503, at=gone) from None
 
     # ------------------------------------------------------------------ links
 
@@ -832,6 +852,26 @@ class Exchange:
                 self._handle = None
         self.route = following
 
+    def _reword(self, failure: LegFailure) -> None:
+        """Take a refusal as this engine means it."""
+        if failure.status is not None and failure.at is None:
+            failure.kind = self._f.backend.refusal_kind(failure.status, failure.body) or failure.kind
+
+    def _behind(self, failure: LegFailure, prefill: Attempt) -> Attempt:
+        """The worker to blame where one answer stood for both."""
+        decode = self._decode
+        if decode is None:
+            return prefill
+        if failure.at is not None:
+            return decode if decode.worker is failure.at else prefill
+        if failure.kind == "busy":
+            self._avoid.add(decode.worker)  # either may be full; the next try is for another pair
+        elif failure.kind in ILL and self._f.fleet.shared_blame.decode_at_fault(
+            prefill.worker.name, decode.worker.name, time.monotonic()
+        ):
+            return decode
+        return prefill
+
     def _blame(self, failure: LegFailure) -> None:
         """Tell the workers of the failed attempt."""
         f, now_s = self._f, time.monotonic()
@@ -857,7 +897,7 @@ class Exchange:
             and self._prefill is not None
             and failure.kind not in {"connect", "client"}
         ):
-            place = self._prefill  # it answered, so what failed is behind it
+            place = self._behind(failure, self._prefill)  # it answered, so what failed is behind it
         if place is None:
             return
         f.blame(place, failure)
@@ -913,7 +953,7 @@ class Exchange:
         if failure.kind == "timeout":
             return self._refusal("no worker answered in time", "deadline", 504)
         if failure.kind == "busy":
-            error = self._refusal("all workers are busy", "busy", failure.status or 503)
+            error = self._refusal("all workers are busy", "busy", 429 if failure.status == 429 else 503)
             error.retry_after_s = failure.retry_after_s or error.retry_after_s
             return error
         if self.route.kind == "remote" and not failure.final and failure.status is None:
