@@ -787,7 +787,18 @@ class Exchange:
             other = self._other_remote()
             if other is not None:
                 return other
-        return self._local_route(f"{failure.leg}_{failure.kind}")
+        following = self._local_route(f"{failure.leg}_{failure.kind}")
+        return self.route if following is None and self._other_decode(failure) else following
+
+    def _other_decode(self, failure: LegFailure) -> bool:
+        """Whether the same prefill worker may be tried with another decode worker: one answer stood for both."""
+        f = self._f
+        return (
+            f.backend.flow is Flow.SINGLE
+            and failure.at is None
+            and self._prefill_tries < f.config.retry.max_prefill_tries
+            and any(w not in self._avoid for w in f.fleet.decode.usable(time.monotonic()))
+        )
 
     def _other_remote(self) -> Route | None:
         now_s = time.monotonic()
@@ -864,9 +875,8 @@ class Exchange:
             return prefill
         if failure.at is not None:
             return decode if decode.worker is failure.at else prefill
-        if failure.kind == "busy":
-            self._avoid.add(decode.worker)  # either may be full; the next try is for another pair
-        elif failure.kind in ILL and self._f.fleet.shared_blame.decode_at_fault(
+        self._avoid.add(decode.worker)  # it may be either, so the next try is for another pair
+        if failure.kind in ILL and self._f.fleet.shared_blame.decode_at_fault(
             prefill.worker.name, decode.worker.name, time.monotonic()
         ):
             return decode

@@ -313,6 +313,20 @@ def test_a_full_instance_is_not_ill(stream: bool) -> None:
     run(work)
 
 
+def test_another_decode_instance_behind_the_only_prefill_instance() -> None:
+    """What failed may be either of the pair: where no other prefill instance is left the decode instance changes."""
+
+    async def work() -> None:
+        async with direct("r1", "l1", "d1", "d2", health={"canary": False, "ramp_s": 0, "probe_s": 60}) as s:
+            for state in ("dead", "full"):
+                s.frontend.state("d1", state)
+                for prompt in [SHORT] * 4:
+                    assert (await s.chat(prompt)).status == 200
+            assert s.worker("l1").breaker.opened == 0
+
+    run(work)
+
+
 def test_a_full_decode_instance_gives_way_to_another() -> None:
     """Which of the pair is full is not said: the next try takes another pair."""
 
