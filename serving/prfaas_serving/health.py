@@ -246,8 +246,7 @@ class HealthChecker:
             "max_tokens": 1,
         }
         job = Job(COMPLETIONS, "POST", "", orjson.dumps(body), body, CIMultiDict(), "canary")
-        exchange = Exchange(self._f, job)
-        exchange.forced = route
+        exchange = Exchange(self._f, job, route)
         try:
             answer = await exchange.open()
             await exchange.pass_on(answer, _Nowhere())
