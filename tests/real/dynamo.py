@@ -20,7 +20,7 @@ import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prfaas_serving.backends.dynamo_instances import read_instances
-from tests.real.processes import PATIENCE, Group, free_port
+from tests.real.processes import PATIENCE, Group
 
 #: Dynamo's environment and where the model, logs and instance files go; `make test-dynamo` sets both.
 ENVIRONMENT = Path(os.environ.get("PRFAAS_DYNAMO_ENV", ".envs/dynamo")).absolute()
@@ -78,15 +78,16 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-#: Dynamo 1.6.1 reads this port as a signed number of 16 bits.
-_METRICS_PORTS = iter(range(20_000 + os.getpid() % 10_000, 2**15))
+#: Below those that the system gives to outgoing connections, so that nobody takes one before it is bound; and Dynamo
+#: 1.6.1 reads the port of its metrics as a signed number of 16 bits.
+_PORTS = iter(range(20_000 + os.getpid() % 10_000, 2**15))
 
 
-def _metrics_port() -> int:
+def _free_port() -> int:
     """A free port that was not given before."""
-    for port in _METRICS_PORTS:
+    for port in _PORTS:
         with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind((NEAR, port))
+            found.bind(("", port))
             return port
     raise RuntimeError("no free port below 32768")
 
@@ -112,12 +113,12 @@ class Mocker(Group):
 
     def start(self) -> None:
         """Start it as a new instance."""
-        self.metrics_port = _metrics_port()
+        self.metrics_port = _free_port()
         command = [
             *(str(ENVIRONMENT / "bin" / "python"), "-m", "dynamo.mocker", "--model-path", str(self.model)),
             *("--disaggregation-mode", self.role, "--speedup-ratio", str(self.speed)),
             *("--kv-transfer-bandwidth", "1.0", "--kv-bytes-per-token", "65536"),
-            *(("--bootstrap-ports", str(free_port())) if self.role == "prefill" else ()),
+            *(("--bootstrap-ports", str(_free_port())) if self.role == "prefill" else ()),
         ]
         settings = {**_SETTINGS, "DYN_TCP_RPC_HOST": self.host, "DYN_SYSTEM_PORT": str(self.metrics_port)}
         self.run(command, settings, FOLDER / f"{self.name}.log")
@@ -167,8 +168,8 @@ class Frontend(Group):
         return f"http://{NEAR}:{self.port}"
 
     def start(self) -> None:
-        """Start it; `ready` tells when it is up."""
-        self.port = free_port()
+        """Start it, again at the port that it had; `ready` tells when it is up."""
+        self.port = self.port or _free_port()
         command = [
             *(str(ENVIRONMENT / "bin" / "python"), "-m", "dynamo.frontend", "--http-host", NEAR),
             *("--http-port", str(self.port), "--router-mode", self.mode, "--kv-cache-block-size", "64"),

@@ -63,7 +63,7 @@ class Deployment:
             if mocker.process is None or mocker.process.poll() is not None:
                 mocker.start()
         for frontend in self.frontends.values():
-            if frontend.process is None:
+            if frontend.process is None or frontend.process.poll() is not None:
                 frontend.start()
         async with direct() as session:
             ids = await self.ids(session)
@@ -617,3 +617,42 @@ def test_a_killed_decode_instance(dynamo: Deployment) -> None:
             )
 
     run(work)
+
+
+def test_a_killed_frontend(dynamo: Deployment) -> None:
+    """Streams end with an error event, other requests are refused at once; with the new frontend all goes on."""
+
+    async def work() -> None:
+        async with routing(dynamo) as live:
+            url = live.url + COMPLETIONS
+            answers = await asyncio.gather(
+                *(live.session.post(url, json=dynamo.body(SHORT, 1000, stream=True)) for _ in range(3))
+            )
+            task = asyncio.create_task(live.ask(8 * LONG, 2))
+            await asyncio.sleep(0.3)
+            live.frontend.kill()
+            killed_s = time.monotonic()
+            replies = [Reply(a.status, a.headers, await a.read()) for a in answers]
+            assert all("error" in r.events[-1] for r in replies)
+            refused = [await task, *[await live.ask(n) for n in (SHORT, LONG, SHORT)]]
+            assert {r.status for r in refused} <= {502, 503}, [r.body for r in refused]
+            assert all(int(r.headers["Retry-After"]) >= 1 for r in refused)
+            took_s = time.monotonic() - killed_s
+            fleet = live.router.forwarder.fleet
+            await until(lambda: {w.state for w in fleet} == {"down"}, "all are down", 20.0 * PATIENCE)
+            await live.idle()
+            live.frontend.start()
+            await until(
+                lambda: all(w.usable(time.monotonic()) for w in fleet), "all are back", START_S + 60.0
+            )
+            end_s = time.monotonic() + 20.0 * PATIENCE
+            for length in (SHORT, LONG):
+                while (await live.ask(length)).status != 200:
+                    assert time.monotonic() < end_s
+                    await asyncio.sleep(0.2)
+            await live.idle()
+            say(
+                f"killed frontend: 3 streams cut, 4 requests refused within {took_s:.1f} s, all back after its start"
+            )
+
+    run(work, 200.0)
