@@ -1,6 +1,6 @@
 """The life of one request: route, fall-back, refusals, and giving everything back on every way out.
 
-An `Exchange` is one client request. It opens an answer, trying again within the rules (`Legs` runs each try), and
+An `Exchange` is one client request. It opens an answer, trying again within the rules (`LegRunner` runs each try), and
 passes it on (`Relay`). Whatever ends it, `close` gives places at workers back, cancels what still runs, and has staged
 KV released, each once.
 
@@ -22,7 +22,7 @@ from prfaas_serving.cache_index import blocks_of
 from prfaas_serving.choice import Route
 from prfaas_serving.fleet import Attempt, NoWorker
 from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Outcome
-from prfaas_serving.legs import Legs, Trip
+from prfaas_serving.legs import LegRunner, Trip
 from prfaas_serving.length import Prompt
 from prfaas_serving.relay import Relay, Sink
 from prfaas_serving.requests import REASON_HEADER, ROUTE_HEADER, ClientError, Job
@@ -44,7 +44,7 @@ class Exchange:
         self._f = shared
         start = Route("alone", shared.fleet.pd, job.local_reason or "route")
         self._trip = Trip(job, start if forced is None else forced, forced=forced)
-        self._legs = Legs(shared, self._trip)
+        self._legs = LegRunner(shared, self._trip)
         self._relay = Relay(shared, self._legs)
         self._output_tokens = 0
         self._tpot_s: float | None = None

@@ -1,7 +1,7 @@
 """The legs of a request: places at workers, prefill and decode legs in the order of the backend, links, staged KV.
 
-`Trip` is what is known of a request while it is on its way; `Legs` runs one try after another on the trip's present
-route. Which route comes next is the exchange's business.
+`Trip` is what is known of a request while it is on its way; `LegRunner` runs one try after another on the trip's
+present route. Which route comes next is the exchange's business.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trip:
         return self.job.attempt_id(self.number)
 
 
-class Legs:
+class LegRunner:
     """The legs of one request, one try at a time.
 
     Args:

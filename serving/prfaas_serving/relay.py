@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from prfaas_serving import sse
 from prfaas_serving.answers import Answer, CutOff
 from prfaas_serving.forward import Forwarder
-from prfaas_serving.legs import Legs
+from prfaas_serving.legs import LegRunner
 from prfaas_serving.requests import error_body, merge_usage, scrub
 
 
@@ -35,7 +35,7 @@ class Relay:
         legs: of the request; they know the cached tokens and who answers.
     """
 
-    def __init__(self, shared: Forwarder, legs: Legs) -> None:
+    def __init__(self, shared: Forwarder, legs: LegRunner) -> None:
         self._f = shared
         self._legs = legs
         self.usage: dict[str, Any] | None = None
