@@ -16,6 +16,9 @@ ARGS ?=
 VLLM_ENV := .envs/vllm
 VLLM_STAMP := $(VLLM_ENV)/.installed
 VLLM_LIST := tests/real/vllm-requirements.txt
+DYNAMO_ENV := .envs/dynamo
+DYNAMO_STAMP := $(DYNAMO_ENV)/.installed
+DYNAMO_LIST := tests/real/dynamo-requirements.txt
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 # One thread per process and a fixed hash seed, so that a test run is the same everywhere.
 TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
@@ -23,7 +26,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm fuzz lint format constraints clean
+.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm test-dynamo fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -77,6 +80,15 @@ $(VLLM_STAMP): $(VLLM_LIST) | $(STAMP)
 	$(if $(TORCH_INDEX),$(VLLM_ENV)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
 		$$(grep '^torch==' $(VLLM_LIST)))
 	$(VLLM_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r $(VLLM_LIST)
+	@touch $@
+
+test-dynamo: install $(DYNAMO_STAMP) ## Run the router in front of Dynamo's mocker and frontend (own environment of 0.7 GB in .envs/dynamo)
+	$(TEST_ENV) PRFAAS_REAL=1 PRFAAS_DYNAMO_ENV=$(DYNAMO_ENV) PRFAAS_DYNAMO_FOLDER=runs/dynamo \
+		$(PY) -m pytest -n 0 -v --durations=5 tests/real/test_dynamo_*.py $(ARGS)
+
+$(DYNAMO_STAMP): $(DYNAMO_LIST) | $(STAMP)
+	$(PY) -m venv --clear $(DYNAMO_ENV)
+	$(DYNAMO_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r $(DYNAMO_LIST)
 	@touch $@
 
 fuzz: install ## Compare the engines on random worlds (MINUTES=10, FIRST=1000000)

@@ -33,7 +33,7 @@ from pydantic import Field
 
 from prfaas_env.base import Frozen, PrfaasError
 from prfaas_env.decision import CacheRule, ClusterDecision
-from prfaas_serving.backends.engines import read_role_switch, role_switch
+from prfaas_serving.backends.engines import FIXED_ROLE, read_role_switch, role_switch
 from prfaas_serving.cache_index import EngineEvents
 from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
 from prfaas_serving.fleet import Worker
@@ -247,6 +247,8 @@ class AdminApi:
         changes = self._f.fleet.changes
         if worker.cluster != self._f.fleet.pd:
             raise ClientError(409, "workers of a PrfaaS cluster only prefill", "role_refused")
+        if worker.engine in FIXED_ROLE:
+            raise ClientError(409, f"a {worker.engine} worker keeps its role", "role_refused")
         if changes.under_way:
             name = next(iter(changes.under_way))
             raise ClientError(409, f"worker {name!r} is changing its role; one at a time", "role_refused")

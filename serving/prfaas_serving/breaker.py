@@ -74,6 +74,42 @@ class Breaker:
             self._trial = False
 
 
+class SharedBlame:
+    """Which of two workers is at fault where one answer stands for both.
+
+    It is the one that lately failed with more partners: a dead prefill worker fails with every decode worker, a dead
+    decode worker behind every prefill worker. While that does not tell, it is the prefill worker.
+
+    Args:
+        window_s: how long a failure is remembered.
+    """
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._failed_s: dict[str, dict[str, float]] = {}
+
+    def decode_at_fault(self, prefill: str, decode: str, now_s: float) -> bool:
+        """A request over these two failed; gives whether the decode worker is to blame."""
+        for one, other in ((prefill, decode), (decode, prefill)):
+            self._failed_s.setdefault(one, {})[other] = now_s
+        return self._partners(decode, now_s) > self._partners(prefill, now_s)
+
+    def worked(self, prefill: str, decode: str) -> None:
+        """A request over these two was answered: neither is at fault."""
+        self.forget(prefill)
+        self.forget(decode)
+
+    def forget(self, name: str) -> None:
+        """Forget the failures of a worker."""
+        self._failed_s.pop(name, None)
+
+    def _partners(self, name: str, now_s: float) -> int:
+        """Other workers that it failed with lately."""
+        recent = {n: s for n, s in self._failed_s[name].items() if now_s - s <= self._window_s}
+        self._failed_s[name] = recent
+        return len(recent)
+
+
 class PairTable:
     """Pairs of a prefill and a decode worker between which transfers keep failing are kept apart for a while."""
 

@@ -6,6 +6,7 @@ comes from a scenario; this file names it and says which workers stand for its i
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 from collections.abc import Sequence
@@ -107,6 +108,23 @@ class Upstream(Frozen):
     keepalive_s: _Positive = Field(default=30.0, description="how long an idle connection is kept")
 
 
+def http_url(url: str) -> str:
+    """An address without path or query.
+
+    Raises:
+        ValueError: it is another kind of URL.
+    """
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in {"http", "https"} and parts.hostname is not None
+        parts.port  # noqa: B018 - reading it checks it
+    except ValueError:
+        known = False
+    if not known or parts.query or parts.fragment or parts.path not in {"", "/"} or parts.username:
+        raise ValueError(f"must be http://host:port or https://host:port, found {url!r}")
+    return url.rstrip("/")
+
+
 class WorkerSpec(Frozen):
     """One worker."""
 
@@ -127,15 +145,7 @@ class WorkerSpec(Frozen):
     @field_validator("url")
     @classmethod
     def _http(cls, url: str) -> str:
-        try:
-            parts = urlsplit(url)
-            known = parts.scheme in {"http", "https"} and parts.hostname is not None
-            parts.port  # noqa: B018 - reading it checks it
-        except ValueError:
-            known = False
-        if not known or parts.query or parts.fragment or parts.path not in {"", "/"} or parts.username:
-            raise ValueError(f"must be http://host:port or https://host:port, found {url!r}")
-        return url.rstrip("/")
+        return http_url(url)
 
     @property
     def host(self) -> str:
@@ -173,12 +183,59 @@ class KubernetesService(Frozen):
 Kubernetes.model_rebuild()
 
 
+class Dynamo(Frozen):
+    """Workers from the instances that a Dynamo frontend lists; their ids are others after every start."""
+
+    url: str = Field(description="the frontend; also what requests are sent to")
+    groups: tuple[DynamoGroup, ...] = Field(
+        min_length=1, description="the first that fits an instance counts"
+    )
+    poll_s: _Positive = 1.0
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str) -> str:
+        return http_url(url)
+
+
+class DynamoGroup(Frozen):
+    """Instances of one component, or those of them in some networks, are workers of one cluster and role.
+
+    One model has one prefill component in Dynamo, so that near and far prefill instances differ by address alone.
+    """
+
+    component: str
+    namespace: str = "dynamo"
+    networks: tuple[str, ...] = Field(
+        default=(), description="such as 10.1.0.0/16; instances at these addresses; none = at any"
+    )
+    cluster: str
+    role: RoleName
+
+    @field_validator("networks")
+    @classmethod
+    def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ipaddress.ip_network(network)  # its ValueError says what is wrong
+        return networks
+
+
+Dynamo.model_rebuild()
+
+
 class Discovery(Frozen):
     """Where workers come from besides `workers`."""
 
     file: str | None = Field(default=None, description="YAML file with a `workers` list; watched")
     file_poll_s: _Positive = 1.0
     kubernetes: Kubernetes | None = None
+    dynamo: Dynamo | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """Those that are set, in words."""
+        file = [] if self.file is None else [f"file {self.file}"]
+        return file + [name for name in ("kubernetes", "dynamo") if getattr(self, name) is not None]
 
 
 class DecisionSettings(Frozen):
@@ -408,8 +465,12 @@ class RouterConfig(Frozen):
     @model_validator(mode="after")
     def _distinct(self) -> Self:
         refuse_twins(self.workers)
-        if not self.workers and self.discovery.file is None and self.discovery.kubernetes is None:
-            raise ValueError("no workers: give workers, discovery.file or discovery.kubernetes")
+        if not self.workers and not self.discovery.sources:
+            raise ValueError(
+                "no workers: give workers, discovery.file, discovery.kubernetes or discovery.dynamo"
+            )
+        if self.discovery.dynamo is not None and self.backend != "dynamo_direct":
+            raise ValueError(f"discovery.dynamo goes with backend dynamo_direct, found {self.backend}")
         return self
 
 
@@ -460,6 +521,8 @@ class Resolved:
         self.links = tuple(link for link in self.scenario.deployment.links if link.pd == self.pd.name)
         for worker in config.workers:
             self.check_worker(worker, where)
+        for number, group in enumerate(config.discovery.dynamo.groups if config.discovery.dynamo else ()):
+            self._check_place(group.cluster, group.role, f"{where}: discovery.dynamo.groups.{number}")
         if config.admin is not None:
             config.admin.token()
 
@@ -470,18 +533,21 @@ class Resolved:
 
     def check_worker(self, worker: WorkerSpec, where: str) -> None:
         """Refuse a worker that the scenario or the backend has no place for."""
-        known = (self.pd.name, *self.remote_clusters)
         at = f"{where}: worker {worker.name!r}"
-        if worker.cluster not in known:
-            raise PrfaasError(f"{at}: cluster is {worker.cluster!r}; allowed: {', '.join(known)}")
-        if worker.cluster != self.pd.name and worker.role != "prefill":
-            raise PrfaasError(f"{at}: role is {worker.role!r}; workers of a PrfaaS cluster only prefill")
+        self._check_place(worker.cluster, worker.role, at)
         if self.config.backend == "dynamo_direct" and not (worker.instance_id or "").isdigit():
             raise PrfaasError(
                 f"{at}: instance_id must be digits for dynamo_direct, found {worker.instance_id!r}"
             )
         if worker.api_key_env is not None and not os.environ.get(worker.api_key_env):
             raise PrfaasError(f"{at}: api_key_env: environment variable {worker.api_key_env!r} is not set")
+
+    def _check_place(self, cluster: str, role: RoleName, at: str) -> None:
+        known = (self.pd.name, *self.remote_clusters)
+        if cluster not in known:
+            raise PrfaasError(f"{at}: cluster is {cluster!r}; allowed: {', '.join(known)}")
+        if cluster != self.pd.name and role != "prefill":
+            raise PrfaasError(f"{at}: role is {role!r}; workers of a PrfaaS cluster only prefill")
 
     def decision(self) -> ClusterDecision:
         """The decision at the start. Without a setting it is the scenario's planned threshold."""
@@ -523,15 +589,7 @@ class Resolved:
             length = "the engine's /tokenize, else an estimate"
         else:
             length = f"estimate: {config.length.chars_per_token:g} characters per token"
-        found = [
-            text
-            for text in (
-                "config" if config.workers else "",
-                f"file {config.discovery.file}" if config.discovery.file else "",
-                "kubernetes" if config.discovery.kubernetes else "",
-            )
-            if text
-        ]
+        found = [*(["config"] if config.workers else []), *config.discovery.sources]
         return [
             ("backend", config.backend),
             ("scenario", f"{self.scenario.name} (hash {self.scenario.hash}), PD cluster {self.pd.name}"),

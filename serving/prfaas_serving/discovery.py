@@ -1,13 +1,14 @@
-"""Workers that come and go: from a watched file, or from Kubernetes EndpointSlices."""
+"""Workers that come and go: from a watched file, Kubernetes EndpointSlices, or the instances of a Dynamo frontend."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
@@ -16,11 +17,34 @@ from pydantic import ValidationError
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.scenarios.loader import read_yaml
-from prfaas_serving.config import Kubernetes, KubernetesService, WorkersFile, WorkerSpec, validate
+from prfaas_serving.backends.dynamo_instances import Instance, read_instances
+from prfaas_serving.config import (
+    Dynamo,
+    DynamoGroup,
+    Kubernetes,
+    KubernetesService,
+    WorkersFile,
+    WorkerSpec,
+    validate,
+)
 from prfaas_serving.forward import Forwarder
 from prfaas_serving.health import HealthChecker
 
 log = logging.getLogger("prfaas_serving.discovery")
+
+
+class Source(Protocol):
+    """A service that lists workers."""
+
+    async def workers(self) -> list[WorkerSpec]:
+        """All that are there now.
+
+        Raises:
+            PrfaasError: it cannot be asked or answers something else.
+        """
+
+    async def close(self) -> None:
+        """Close connections."""
 
 
 class Discoverer:
@@ -32,7 +56,7 @@ class Discoverer:
         self._where = where
         self._tasks: list[asyncio.Task[None]] = []
         self._stamp: tuple[int, int, int] | None = None
-        self._kubernetes: KubernetesSource | None = None
+        self._sources: list[Source] = []
         self.problem: str | None = None
         """Why the last reading of a source failed."""
 
@@ -47,10 +71,17 @@ class Discoverer:
             self._apply("file", self._read_file(Path(settings.file)))
             self._tasks.append(asyncio.create_task(self._every(settings.file_poll_s, self._look_at_file)))
         if settings.kubernetes is not None:
-            self._kubernetes = KubernetesSource(settings.kubernetes)
-            self._tasks.append(
-                asyncio.create_task(self._every(settings.kubernetes.poll_s, self._ask_kubernetes))
-            )
+            self._follow("kubernetes", KubernetesSource(settings.kubernetes), settings.kubernetes.poll_s)
+        if settings.dynamo is not None:
+            self._follow("dynamo", DynamoSource(settings.dynamo), settings.dynamo.poll_s)
+
+    def _follow(self, name: str, source: Source, poll_s: float) -> None:
+        self._sources.append(source)
+
+        async def ask() -> None:
+            await self._ask(name, source)
+
+        self._tasks.append(asyncio.create_task(self._every(poll_s, ask)))
 
     async def close(self) -> None:
         """Stop watching."""
@@ -58,8 +89,8 @@ class Discoverer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._kubernetes is not None:
-            await self._kubernetes.close()
+        for source in self._sources:
+            await source.close()
 
     async def _every(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -95,12 +126,11 @@ class Discoverer:
         except (PrfaasError, OSError) as error:
             self._tell(str(error))
 
-    # ------------------------------------------------------------------ Kubernetes
+    # ------------------------------------------------------------------ services that list workers
 
-    async def _ask_kubernetes(self) -> None:
-        assert self._kubernetes is not None
+    async def _ask(self, name: str, source: Source) -> None:
         try:
-            self._apply("kubernetes", await self._kubernetes.workers())
+            self._apply(name, await source.workers())
             self._tell(None)
         except PrfaasError as error:
             self._tell(str(error))
@@ -212,3 +242,56 @@ class KubernetesSource:
                     except ValidationError:
                         log.error("kubernetes: endpoint %s of %s is not usable", name, service.service)
         return [found[name] for name in sorted(found)]
+
+
+class DynamoSource:
+    """Lists the instances of a Dynamo frontend (`GET /health`)."""
+
+    def __init__(self, settings: Dynamo) -> None:
+        self._settings = settings
+        self._session = ClientSession(timeout=ClientTimeout(total=10.0))
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._session.close()
+
+    async def workers(self) -> list[WorkerSpec]:
+        """All instances that a group fits.
+
+        Raises:
+            PrfaasError: the frontend cannot be asked or answers something else.
+        """
+        url = self._settings.url
+        try:
+            async with self._session.get(f"{url}/health") as answer:
+                if answer.status != 200:
+                    raise PrfaasError(f"dynamo: {url}/health answered {answer.status}")
+                found = read_instances(orjson.loads(await answer.read()))
+        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
+            raise PrfaasError(f"dynamo: {url}/health cannot be read: {type(error).__name__}") from None
+        if found is None:
+            raise PrfaasError(f"dynamo: {url}/health has no list of instances")
+        specs = [self._of(group, i) for i in found if (group := self._group(i)) is not None]
+        return sorted(specs, key=lambda spec: spec.name)
+
+    def _group(self, instance: Instance) -> DynamoGroup | None:
+        for group in self._settings.groups:
+            if (group.namespace, group.component) != (instance.namespace, instance.component):
+                continue
+            if not group.networks or _within(instance, group):
+                return group
+        return None
+
+    def _of(self, group: DynamoGroup, instance: Instance) -> WorkerSpec:
+        return WorkerSpec(
+            name=f"{group.role}-{int(instance.instance_id):x}",
+            url=self._settings.url,
+            cluster=group.cluster,
+            role=group.role,
+            instance_id=instance.instance_id,
+        )
+
+
+def _within(instance: Instance, group: DynamoGroup) -> bool:
+    address = instance.address
+    return address is not None and any(address in ipaddress.ip_network(n) for n in group.networks)

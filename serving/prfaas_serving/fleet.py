@@ -18,7 +18,7 @@ import numpy as np
 from yarl import URL
 
 from prfaas_env.prediction import PathState
-from prfaas_serving.breaker import Breaker, PairTable
+from prfaas_serving.breaker import Breaker, PairTable, SharedBlame
 from prfaas_serving.config import (
     ENGINE_OF,
     EngineName,
@@ -574,6 +574,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.changes = RoleChanges()
         self.pairs = PairTable(config.health.pair_failures, config.health.pair_open_s)
+        self.shared_blame = SharedBlame()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
@@ -604,6 +605,7 @@ class Fleet:
                 pool.workers.remove(worker)
                 self._wake(pool)
         self.pairs.forget(worker.name)
+        self.shared_blame.forget(worker.name)
 
     def relabel(self, worker: Worker, role: RoleName) -> None:
         """Move a worker to another role: its counters stay, new requests see it there."""

@@ -12,7 +12,7 @@ import orjson
 from aiohttp import ClientTimeout
 from multidict import CIMultiDict
 
-from prfaas_serving.backends.engines import HEALTH_PATH, LOAD_PATH, Unreadable, read_load
+from prfaas_serving.backends.engines import HEALTH_PATH, LOAD_PATH, Unreadable, read_health, read_load
 from prfaas_serving.choice import Route
 from prfaas_serving.exchange import Exchange
 from prfaas_serving.fleet import Load, Worker
@@ -94,9 +94,14 @@ class HealthChecker:
             return 0, b""
 
     async def _probe(self, worker: Worker) -> None:
-        status, _ = await self._get(worker, HEALTH_PATH[worker.engine])
+        status, body = await self._get(worker, HEALTH_PATH[worker.engine])
         now_s = time.monotonic()
-        if status == 200:
+        wrong = (
+            read_health(worker.engine, body, worker.spec.instance_id)
+            if status == 200
+            else str(status or "nothing")
+        )
+        if wrong is None:
             worker.failed_probes = 0
             if worker.state != "up":
                 log.info("worker %s is up", worker.name)
@@ -109,7 +114,7 @@ class HealthChecker:
             worker.failed_probes += 1
             if worker.state == "up" and worker.failed_probes >= self._f.config.health.failures:
                 worker.state = "down"
-                log.warning("worker %s is down: health check answered %s", worker.name, status or "nothing")
+                log.warning("worker %s is down: health check answered %s", worker.name, wrong)
 
     async def _read_models(self, worker: Worker) -> None:
         """Learn the names and the length limit that a worker serves."""
@@ -241,8 +246,7 @@ class HealthChecker:
             "max_tokens": 1,
         }
         job = Job(COMPLETIONS, "POST", "", orjson.dumps(body), body, CIMultiDict(), "canary")
-        exchange = Exchange(self._f, job)
-        exchange.forced = route
+        exchange = Exchange(self._f, job, route)
         try:
             answer = await exchange.open()
             await exchange.pass_on(answer, _Nowhere())

@@ -26,6 +26,16 @@ STRIPPED_FIELDS = (
     "disagg_prefill_dp_rank",
     "disaggregated_params",
 )
+#: The same within Dynamo's `nvext`.
+STRIPPED_NVEXT = (
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "dp_rank",
+    "prefill_dp_rank",
+    "allowed_worker_ids",
+    "routing_constraints",
+)
 #: Headers that steer routing behind us.
 STRIPPED_HEADERS = frozenset(
     {
@@ -36,6 +46,12 @@ STRIPPED_HEADERS = frozenset(
         "x-data-parallel-rank",
         "x-dynamo-prefill-instance-id",
         "x-dynamo-worker-instance-id",
+        "x-dynamo-prefill-dp-rank",
+        "x-dynamo-dp-rank",
+        "x-prefill-instance-id",
+        "x-worker-instance-id",
+        "x-prefill-dp-rank",
+        "x-dp-rank",
         "x-bypass-remote-prefill",
         "epp-profile",
     }
@@ -213,11 +229,17 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def strip_fields(body: dict[str, Any]) -> tuple[str, ...]:
-    """Remove the fields of `STRIPPED_FIELDS` from a body; gives their names."""
-    found = tuple(name for name in STRIPPED_FIELDS if name in body)
+    """Remove the fields of `STRIPPED_FIELDS` and `STRIPPED_NVEXT` from a body; gives their names."""
+    found = [name for name in STRIPPED_FIELDS if name in body]
     for name in found:
         del body[name]
-    return found
+    hints = body.get("nvext")
+    if isinstance(hints, dict):
+        for name in STRIPPED_NVEXT:
+            if name in hints:
+                del hints[name]
+                found.append(f"nvext.{name}")
+    return tuple(found)
 
 
 def why_local(body: dict[str, Any], chat: bool) -> str | None:

@@ -46,8 +46,9 @@ class LegFailure(Exception):
         retry_after_s: float | None = None,
         transfer: bool = False,
         unread: bool = False,
+        at: Worker | None = None,
     ) -> None:
-        super().__init__(f"{leg} leg: {kind}{'' if status is None else f' {status}'}")
+        super().__init__(leg, kind, status)
         self.leg = leg
         self.kind = kind
         self.status = status
@@ -58,6 +59,11 @@ class LegFailure(Exception):
         """Whether the transfer between the legs is what took too long."""
         self.unread = unread
         """The connection was dropped before the worker can have read the request."""
+        self.at = at
+        """The worker at fault, where it is not the one that the leg was sent to."""
+
+    def __str__(self) -> str:
+        return f"{self.leg} leg: {self.kind}{'' if self.status is None else f' {self.status}'}"
 
     @property
     def final(self) -> bool:
@@ -205,7 +211,7 @@ def failure_of(
 ) -> LegFailure:
     """What a status of 400 or above means."""
     kind: FailureKind = "status" if status >= 500 else "client"
-    if status in (429, 503):
+    if status in (429, 503, 529):
         kind = "busy"
     elif status in (408, 409, 425):
         kind = "aborted"  # passing states: another try may do

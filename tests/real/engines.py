@@ -1,18 +1,11 @@
-"""Real vLLM workers as processes: start, watch, freeze, kill. Each one leads a process group of its own.
-
-A group is killed by `close`, at the exit of this process, and by a small watcher if this process itself is killed.
-"""
+"""Real vLLM workers as processes: start, ask, freeze, kill."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,14 +16,13 @@ import aiohttp
 import orjson
 
 from prfaas_serving.backends.engines import VLLM_METRICS, prometheus_values
+from tests.real.processes import PATIENCE, Group, free_port
 
 #: The engine's environment and where models and logs go; `make test-vllm` sets both.
 ENVIRONMENT = Path(os.environ.get("PRFAAS_VLLM_ENV", ".envs/vllm")).absolute()
 FOLDER = Path(os.environ.get("PRFAAS_VLLM_FOLDER", "runs/vllm")).absolute()
 MODEL = "tiny"
 MAX_MODEL_TOKENS = 16_384
-#: On a very busy machine all limits of the tests can be made longer; deadlines of the router stay as they are.
-PATIENCE = float(os.environ.get("PRFAAS_PATIENCE", "1"))
 #: A machine of two cores with other work needs up to two minutes for three workers.
 START_S = 300.0 * PATIENCE
 #: Longest lease of staged KV: nothing that is seen to be free well before it was freed by the lease.
@@ -51,8 +43,6 @@ _SETTINGS = {
     # calls that empty the prefix cache
     "VLLM_SERVER_DEV_MODE": "1",
 }
-#: Kills a process group once the process that started it is gone.
-_WATCHER = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -9 "-$1" 2>/dev/null'
 _METRICS = VLLM_METRICS | {
     "vllm:nixl_bytes_transferred_count",
     "vllm:nixl_xfer_time_seconds_sum",
@@ -61,16 +51,8 @@ _METRICS = VLLM_METRICS | {
 }
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 @dataclass
-class Engine:
+class Engine(Group):
     """One vLLM server.
 
     Args:
@@ -95,9 +77,6 @@ class Engine:
     arguments: Sequence[str] = ()
     settings: dict[str, str] = field(default_factory=dict)
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    watcher: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
 
     @property
     def url(self) -> str:
@@ -106,9 +85,7 @@ class Engine:
 
     def start(self, port: int | None = None) -> None:
         """Start it, at a free port if none is given; `ready` tells when it is up."""
-        FOLDER.mkdir(parents=True, exist_ok=True)
         self.port = free_port() if port is None else port
-        self.log = FOLDER / f"{self.name}.log"
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
@@ -116,7 +93,6 @@ class Engine:
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, "num_threads": THREADS},
         }
         settings = {
-            **os.environ,
             **_SETTINGS,
             "VLLM_HOST_IP": self.host,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.host,
@@ -124,8 +100,6 @@ class Engine:
             **({} if self.device is None else {"UCX_NET_DEVICES": self.device}),
             **self.settings,
         }
-        for name in ("PYTHONPATH", "PYTHONHASHSEED"):
-            settings.pop(name, None)
         command = [
             *([] if self.namespace is None else ["ip", "netns", "exec", self.namespace]),
             *(str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
@@ -136,41 +110,7 @@ class Engine:
             *("--kv-transfer-config", json.dumps(transfer)),
             *self.arguments,
         ]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=settings, start_new_session=True
-            )
-        atexit.register(self.close)
-        self._end_watcher()
-        self.watcher = subprocess.Popen(
-            ["sh", "-c", _WATCHER, str(os.getpid()), str(self.process.pid)], start_new_session=True
-        )
-
-    def signal(self, number: int) -> None:
-        """Send a signal to all of its processes."""
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL to all of it."""
-        self.signal(signal.SIGKILL)
-        assert self.process is not None
-        self.process.wait()
-
-    def close(self) -> None:
-        """Kill it if it runs; safe to call again."""
-        if self.process is not None:
-            self.kill()
-            self.process = None
-            self._end_watcher()
-            atexit.unregister(self.close)
-
-    def _end_watcher(self) -> None:
-        if self.watcher is not None:
-            self.watcher.kill()
-            self.watcher.wait()
-            self.watcher = None
+        self.run(command, settings, FOLDER / f"{self.name}.log")
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
         """Wait until it answers; RuntimeError with the end of its log if it does not."""
@@ -187,12 +127,6 @@ class Engine:
                         return
             await asyncio.sleep(0.25)
         raise RuntimeError(f"worker {self.name} did not start:\n{self.tail()}")
-
-    def tail(self, lines: int = 30) -> str:
-        """The end of its log."""
-        if self.log is None:
-            return ""
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
     # ------------------------------------------------------------------ asking it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_serving.breaker import Breaker, PairTable, RetryBudget
+from prfaas_serving.breaker import Breaker, PairTable, RetryBudget, SharedBlame
 
 
 def test_opens_after_failures_in_a_row_and_closes_by_a_trial() -> None:
@@ -92,3 +92,32 @@ def test_retries_are_at_most_their_share_and_the_reserve(retries: list[bool]) ->
         budget.request()
         given_ += wanted and budget.take()
     assert given_ <= 5 + 0.1 * len(retries) + 1e-9
+
+
+def test_shared_blame_is_where_the_failures_meet() -> None:
+    blame = SharedBlame(window_s=10.0)
+    assert not blame.decode_at_fault("p1", "d1", 0.0), "nothing tells: the prefill worker"
+    assert not blame.decode_at_fault("p1", "d1", 0.1), "the same pair again tells nothing"
+    assert blame.decode_at_fault("p2", "d1", 0.2), "d1 has failed with two"
+    assert blame.decode_at_fault("p1", "d1", 0.3)
+    blame.worked("p3", "d1")
+    assert not blame.decode_at_fault("p2", "d1", 0.4), "d1 has worked since"
+    assert not blame.decode_at_fault("p2", "d2", 0.5), "p2 has failed with d1 and d2"
+    assert not blame.decode_at_fault("p3", "d2", 20.0), "what was long ago does not count"
+
+
+@given(st.sampled_from(["p", "d"]), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=80))
+def test_shared_blame_finds_a_single_dead_worker(role: str, pairs: list[tuple[int, int]]) -> None:
+    """A dead prefill worker at once; a dead decode worker once it has failed behind two, whatever worked between."""
+    blame, dead = SharedBlame(), f"{role}0"
+    partners: set[str] = set()
+    for k, (p, d) in enumerate(pairs):
+        prefill, decode = f"p{p}", f"d{d}"
+        if dead not in (prefill, decode):
+            blame.worked(prefill, decode)
+            partners &= {dead}
+            continue
+        partners.add(decode if role == "p" else prefill)
+        guilty = decode if blame.decode_at_fault(prefill, decode, k * 0.01) else prefill
+        if role == "p" or len(partners) > 1:
+            assert guilty == dead

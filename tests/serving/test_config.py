@@ -33,6 +33,9 @@ def worker(**fields: Any) -> dict[str, Any]:
     return {"workers": [{**BASE["workers"][0], **fields}, BASE["workers"][1]]}
 
 
+DYNAMO = {"url": "http://f:1", "groups": [{"component": "p", "cluster": "mars", "role": "prefill"}]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -70,6 +73,11 @@ def worker(**fields: Any) -> dict[str, Any]:
         ({"backend": "dynamo_direct"}, "instance_id must be digits"),
         ({"listen": {"port": 70000}}, "port"),
         ({"discovery": {"kubernetes": {"services": []}}}, "services"),
+        ({"discovery": {"dynamo": DYNAMO}}, "discovery.dynamo goes with backend dynamo_direct"),
+        (
+            {"backend": "dynamo_direct", "workers": [], "discovery": {"dynamo": DYNAMO}},
+            "discovery.dynamo.groups.0: cluster is 'mars'; allowed: pd0, prfaas0",
+        ),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job
+
+if TYPE_CHECKING:
+    from prfaas_serving.upstream import FailureKind
 
 
 class Flow(Enum):
@@ -72,6 +75,13 @@ class Backend(Protocol):
     def mismatch(self, answer: dict[str, Any], handover: HandOver) -> bool:
         """Whether the hand-over belongs to another prompt than the one that was prefilled."""
 
+    def refusal_kind(self, status: int, body: bytes) -> FailureKind | None:
+        """What a status of 400 or above means in this engine's words; None = what it usually means."""
+
+    async def gone(self, status: int, workers: Sequence[Worker], fetch: FetchJson) -> Worker | None:
+        """Which of the workers of a request that was refused as the client's mistake is not there any more; None if
+        all are, so that it is the client's."""
+
 
 class Plain:
     """The parts that most backends share."""
@@ -105,3 +115,11 @@ class Plain:
     def mismatch(self, answer: dict[str, Any], handover: HandOver) -> bool:
         """Cannot be told."""
         return False
+
+    def refusal_kind(self, status: int, body: bytes) -> FailureKind | None:
+        """As usual."""
+        return None
+
+    async def gone(self, status: int, workers: Sequence[Worker], fetch: FetchJson) -> Worker | None:
+        """A worker that is not there does not answer."""
+        return None

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from prfaas_serving.backends.dynamo_instances import read_instances
+
 #: Path of the health check.
 HEALTH_PATH = {"vllm": "/health", "sglang": "/health", "dynamo": "/health", "echo": "/health"}
 #: Path of the load figures; None = the engine has none per worker.
@@ -38,6 +40,22 @@ VLLM_METRICS = frozenset(
         "process_start_time_seconds",
     }
 )
+
+
+def read_health(engine: str, content: bytes, instance_id: str | None) -> str | None:
+    """What is wrong with a worker although its health check answered 200; None if nothing is.
+
+    A Dynamo frontend answers for all of its instances: one that it does not list is not there.
+    """
+    if engine != "dynamo":
+        return None
+    try:
+        instances = read_instances(orjson.loads(content))
+    except orjson.JSONDecodeError:
+        instances = None
+    if instances is None:
+        return "no list of instances"
+    return None if any(i.instance_id == instance_id for i in instances) else "a list without its instance"
 
 
 class Unreadable(Exception):
@@ -131,6 +149,10 @@ def _add_numbers(found: dict[str, float], part: Any, prefix: str) -> None:
             _add_numbers(found, value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[prefix + key] = found.get(prefix + key, 0.0) + float(value)
+
+
+#: Engines whose workers keep the role they were started with.
+FIXED_ROLE = frozenset({"dynamo"})
 
 
 def role_switch(engine: str, role: str) -> tuple[str, dict[str, Any]] | None:
