@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -91,6 +91,8 @@ class Exchange:
         self.usage: dict[str, Any] | None = None
         self.forced: Route | None = None
         """For canaries: take this route and no other."""
+        self.pinned: Mapping[str, Worker] = {}
+        """For the check of one worker: by role, who serves it though the pools would not send it anything."""
         self._prompt: Prompt | None = None
         self._blocks: Blocks | None = None
         self._cached = Cached()
@@ -136,7 +138,8 @@ class Exchange:
         else:
             f.metrics.decisions.labels("alone", job.local_reason).inc()
             self.route = Route("alone", f.fleet.pd, job.local_reason)
-        if self.route.kind != "remote" and not self._may_be_alone() and not f.fleet.local_prefill.workers:
+        can_prefill = f.fleet.local_prefill.workers or "prefill" in self.pinned
+        if self.route.kind != "remote" and not self._may_be_alone() and not can_prefill:
             raise self._no_endpoint("no worker can take a whole prompt")
         if self.route.kind == "alone" and not self._may_be_alone():
             self.route = Route("local", f.fleet.pd, self.route.reason)
@@ -220,7 +223,7 @@ class Exchange:
     async def _take_prefill(self) -> None:
         f = self._f
         pool = self._pool()
-        if not f.fleet.decode.any_usable(time.monotonic()):
+        if "decode" not in self.pinned and not f.fleet.decode.any_usable(time.monotonic()):
             raise NoWorker(f"no usable decode worker in {f.fleet.pd}", full=False)
         new, cached = self._new_and_cached()
         predicted_s = f.paths.prefill_s(self.route.cluster, new, cached)
@@ -229,18 +232,26 @@ class Exchange:
             had = self.choice.had_tokens if self.choice is not None else 0
             self._flow = (self.route.cluster, link.routed(f.paths.kv_bits(new + cached - had)))
         self.phase = "queue"
-        _, self._prefill = await pool.acquire(
-            f.config.deadlines.queue_s,
-            predicted_s,
-            new,
-            affinity=self._cached.holder.get(self.route.cluster),
-            avoid=self._avoid,
-        )
+        pinned = self.pinned.get("prefill")
+        if pinned is not None:
+            self._prefill = pinned.begin(time.monotonic(), predicted_s, new)
+        else:
+            _, self._prefill = await pool.acquire(
+                f.config.deadlines.queue_s,
+                predicted_s,
+                new,
+                affinity=self._cached.holder.get(self.route.cluster),
+                avoid=self._avoid,
+            )
         self._prefill_tries += 1
         self.phase = "prefill"
 
     async def _take_decode(self) -> Worker:
         f = self._f
+        pinned = self.pinned.get("decode")
+        if pinned is not None:
+            self._decode = pinned.begin(time.monotonic(), tokens=1)
+            return pinned
         apart: Callable[[Worker], bool] | None = None
         if self._prefill is not None or self._handle is not None:
             source = self._handle.prefill if self._handle is not None else self._prefill.worker  # type: ignore[union-attr]

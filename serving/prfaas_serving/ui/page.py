@@ -178,6 +178,11 @@ class Page:
         broken = [w.name for w in f.fleet if w.state != "down" and w.breaker.state(now_s) != "closed"]
         if broken:
             say("breaker_open", "warning", f"Kept out after failures: {', '.join(broken)}.")
+        for name, text in router.mover.alarms.items():
+            if name in f.fleet.workers:
+                say("worker_out", "critical", f"Taken out after a node move: {text}.")
+            elif name == "state_file":
+                say("state_file", "warning", f"Node moves are not written down: {text}.")
         for name, link in f.paths.links.items():
             share = link.observed_bps(now_s) / link.nominal_bps
             if share < _SLOW_LINK:
