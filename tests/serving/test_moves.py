@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
 
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.telemetry import Telemetry
+from prfaas_serving.fake.worker import FakeWorker
 from prfaas_serving.fleet import RoleChange
 from prfaas_serving.moves.orders import ROLES, MoveFailed, MoveOrders, MoveRefused
+from prfaas_serving.moves.state import MoveState
 from tests.serving.support import Setup, completion, expected_text, run, serving, until
 from tests.serving.virtual import run_virtually
 
@@ -95,11 +100,45 @@ async def moved(orders: MoveOrders, move: Move) -> str:
     return await first
 
 
-@pytest.mark.parametrize("backend", ["vllm_nixl", "sglang"])
-def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
+class RoleCall:
+    """Gives fake workers the call of workers with a role of their own: they refuse it while busy, and the other leg."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.switches = self.refused_legs = 0
+        original = FakeWorker._dispatch
+
+        async def dispatch(fake: FakeWorker, request: BaseRequest) -> web.StreamResponse:
+            if request.path == "/role":
+                return await self._role(fake, request)
+            if request.method == "POST" and request.path.startswith("/v1/"):
+                body = await request.json()
+                if fake.role not in ("both", fake._leg(body)):
+                    self.refused_legs += 1
+                    return web.json_response({"error": {"message": f"I am {fake.role}"}}, status=409)
+            return await original(fake, request)
+
+        monkeypatch.setattr(FakeWorker, "_dispatch", dispatch)
+
+    async def _role(self, fake: FakeWorker, request: BaseRequest) -> web.StreamResponse:
+        if request.method == "POST":
+            if fake.running or fake._waiting or fake.staged:
+                return web.json_response({"error": {"message": "requests are under way"}}, status=409)
+            fake.role = (await request.json())["role"]
+            self.switches += 1
+        return web.json_response({"role": fake.role})
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("vllm_nixl", None), ("sglang", None), ("vllm_nixl", "http")])
+def test_twenty_conversions_under_load_lose_nothing(
+    backend: str, kind: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By relabelling, by SGLang's switch, and by workers' own call: through the steps, with a state file."""
+    calls = RoleCall(monkeypatch) if kind == "http" else None
+    moves = {"state_file": str(tmp_path / "moves.json"), "actuator": kind and {"kind": kind}}
+
     async def work() -> None:
         spec = {"decode": {"a_s": 0.002, "slots": 16, "source": "tests"}}
-        async with serving(backend, WORKERS, spec=spec) as s:
+        async with serving(backend, WORKERS, spec=spec, moves=moves) as s:
             fleet = s.router.forwarder.fleet
             watch, traffic = Watch(s), Traffic(s)
             fleet.changes.ended.append(watch.ended)
@@ -126,8 +165,13 @@ def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
             assert watch.most_under_way == 1
             assert min(watch.fewest.values()) >= 1
             assert all(not w.draining for w in fleet)
+            assert s.router.mover.alarms == {}
+            assert MoveState(moves["state_file"], "pd0").move is None
             if backend == "sglang":
                 assert sum(f.switches for f in s.workers.values()) == 20
+            if calls is not None:
+                assert (calls.switches, calls.refused_legs) == (20, 0)
+                assert all(s.worker(name).role == fake.role for name, fake in s.workers.items())
             assert sum(w.double_pulls for w in s.workers.values()) == 0
             await s.settled()
 
