@@ -10,7 +10,7 @@
 | PUT /override, DELETE /override | lay a decision over it; take it away |
 | POST /workers, DELETE /workers/NAME | take a worker in; let it go (what runs there goes on) |
 | POST /workers/NAME/drain, /undrain | send nothing new there; send again |
-| POST /workers/NAME/role | drain, switch, relabel |
+| POST /workers/NAME/role | a node move: drain, switch, verify, relabel |
 | POST /workers/NAME/cache_events | cache events of an engine |
 | GET /control | the control loop: mode, policy, guard, alarms, last decision, telemetry and where it comes from |
 | PUT /mode | active, shadow or off |
@@ -19,21 +19,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-import aiohttp
-import orjson
-from aiohttp import ClientTimeout
 from aiohttp.web_request import BaseRequest
 from pydantic import Field
 
 from prfaas_env.base import Frozen, PrfaasError
 from prfaas_env.decision import CacheRule, ClusterDecision
-from prfaas_serving.backends.engines import FIXED_ROLE, read_role_switch, role_switch
 from prfaas_serving.cache_index import EngineEvents
 from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
 from prfaas_serving.fleet import Worker
@@ -42,10 +36,6 @@ from prfaas_serving.requests import ClientError, parse_json
 
 if TYPE_CHECKING:
     from prfaas_serving.app import Router
-
-
-#: Waits between the tries to have an engine switch its role.
-_SWITCH_PAUSES_S = (0.05, 0.3)
 
 
 class DecisionOrder(Frozen):
@@ -182,6 +172,7 @@ class AdminApi:
             )
         if request.method == "DELETE" and not what:
             self._f.fleet.remove(worker)
+            self._router.mover.forget(worker)
             return {"removed": name, "in_flight": worker.in_flight}
         if request.method == "POST" and what in {"drain", "undrain"}:
             worker.draining = what == "drain"
@@ -189,7 +180,7 @@ class AdminApi:
             return worker.as_json(time.monotonic())
         if request.method == "POST" and what == "role":
             order = await self._body(request, RoleOrder)
-            return await self.change_role(worker, order.role, order.drain_s)
+            return await self._router.mover.change_role(worker, order.role, order.drain_s)
         if request.method == "POST" and what == "cache_events":
             return self._cache_events(worker, await self._body(request, CacheEvents))
         raise ClientError(404, "no such call", "not_found")
@@ -225,108 +216,6 @@ class AdminApi:
             raise ClientError(400, str(error), "invalid_worker") from None
         self._router.health.watch(worker)
         return worker.as_json(time.monotonic())
-
-    async def change_role(
-        self, worker: Worker, role: RoleName, drain_s: float, by: str = "operator", switch_s: float = 0.0
-    ) -> dict[str, Any]:
-        """Drain a worker, have its engine switch where it must, and relabel it.
-
-        One change at a time in the PD cluster; the last usable worker of a role stays. On any failure the worker
-        keeps its role and serves again.
-
-        Args:
-            worker: in the PD cluster.
-            role: new role.
-            drain_s: longest time for its requests to end.
-            by: who ordered it.
-            switch_s: time that it rests after the switch before it serves.
-
-        Raises:
-            ClientError: refused, not drained in time, or not switched.
-        """
-        changes = self._f.fleet.changes
-        if worker.cluster != self._f.fleet.pd:
-            raise ClientError(409, "workers of a PrfaaS cluster only prefill", "role_refused")
-        if worker.engine in FIXED_ROLE:
-            raise ClientError(409, f"a {worker.engine} worker keeps its role", "role_refused")
-        if changes.under_way:
-            name = next(iter(changes.under_way))
-            raise ClientError(409, f"worker {name!r} is changing its role; one at a time", "role_refused")
-        if worker.role == role:
-            return worker.as_json(time.monotonic())
-        self._keep_one(worker)
-        change = changes.begin(worker, role, by)
-        worker.draining = True
-        outcome = "cancelled"
-        try:
-            await self._drained(worker, drain_s)
-            await self._switched(worker, role)
-            if switch_s > 0.0:
-                await asyncio.sleep(switch_s)
-                self._keep_one(worker)
-            self._f.fleet.relabel(worker, role)
-            outcome = "done"
-        except ClientError as error:
-            outcome = error.code
-            raise
-        finally:
-            worker.draining = False
-            changes.end(change, outcome)
-            self._f.fleet.freed(worker)
-        return worker.as_json(time.monotonic())
-
-    async def _drained(self, worker: Worker, drain_s: float) -> None:
-        """Wait until a worker has neither a request nor KV that is to be fetched from it.
-
-        Gives up when it becomes the last one of its role meanwhile.
-        """
-        end_s = time.monotonic() + drain_s
-        while worker.in_flight or worker.staged:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0.0:
-                raise ClientError(
-                    409, f"worker {worker.name!r} still has {worker.in_flight} requests", "not_drained"
-                )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, 0.5)):
-                    await (worker.idle.wait() if worker.in_flight else asyncio.sleep(0.01))
-            self._keep_one(worker)
-
-    def _keep_one(self, worker: Worker) -> None:
-        now_s = time.monotonic()
-        pool = self._f.fleet.local_prefill if worker.role == "prefill" else self._f.fleet.decode
-        others = [w for w in pool.workers if w is not worker and w.usable(now_s)]
-        if not others:
-            raise ClientError(409, f"{worker.name!r} is the last usable {worker.role} worker", "last_of_role")
-
-    async def _switched(self, worker: Worker, role: str) -> None:
-        """Have the engine switch; it may need a moment to see that its last request is over."""
-        for pause_s in _SWITCH_PAUSES_S:
-            try:
-                return await self._switch(worker, role)
-            except ClientError:
-                await asyncio.sleep(pause_s)
-        return await self._switch(worker, role)
-
-    async def _switch(self, worker: Worker, role: str) -> None:
-        call = role_switch(worker.engine, role)
-        if call is None:
-            return
-        path, body = call
-        headers = {"Content-Type": "application/json"}
-        if worker.api_key:
-            headers["Authorization"] = f"Bearer {worker.api_key}"
-        try:
-            async with self._f.upstream.session.post(
-                worker.url(path), data=orjson.dumps(body), headers=headers, timeout=ClientTimeout(total=120.0)
-            ) as answer:
-                status, raw = answer.status, await answer.read()
-            found = orjson.loads(raw) if raw else None
-        except (aiohttp.ClientError, ConnectionError, TimeoutError, orjson.JSONDecodeError):
-            status, found = 0, None
-        reason = read_role_switch(worker.engine, status, found)
-        if reason is not None:
-            raise ClientError(502, f"worker {worker.name!r} did not switch: {reason}", "not_switched")
 
     def _cache_events(self, worker: Worker, batch: CacheEvents) -> dict[str, Any]:
         index = self._f.index
@@ -381,6 +270,7 @@ class AdminApi:
                 for name, link in f.paths.links.items()
             ],
             "pairs_apart": f.fleet.pairs.as_json(now_s),
+            "moves": self._router.mover.as_json(),
         }
 
 

@@ -165,6 +165,7 @@ class Router:
         from prfaas_serving.control import ControlLoop
         from prfaas_serving.discovery import Discoverer
         from prfaas_serving.health import HealthChecker
+        from prfaas_serving.moves.making import make_mover
         from prfaas_serving.ui.page import Page
 
         config = resolved.config
@@ -183,7 +184,7 @@ class Router:
             self._admin_tls = server_ssl(config.admin.tls, "admin")
             self._token = config.admin.token().encode()
             self._admin = Port(self._handle_admin, body_bytes=2**20, cancel=False)
-        self._make = (AdminApi, Discoverer, HealthChecker, ControlLoop, Page)
+        self._make = (AdminApi, Discoverer, HealthChecker, make_mover, ControlLoop, Page)
         self.control: ControlLoop | None = None
         """None when the configuration has no `control`."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -200,16 +201,21 @@ class Router:
         Raises:
             PrfaasError: a port or a file cannot be had.
         """
-        make_admin, make_discoverer, make_health, make_control, make_page = self._make
+        make_admin, make_discoverer, make_health, make_mover, make_control, make_page = self._make
         self.forwarder = Forwarder(self.resolved, self.metrics)
         self.health = make_health(self.forwarder)
+        try:
+            self.mover = make_mover(self.forwarder, self.health)
+        except PrfaasError:
+            await self.forwarder.close(0.0)
+            raise
         self.discoverer = make_discoverer(self.forwarder, self.health, self.resolved.where)
         self.admin = make_admin(self)
         self.page = make_page(self)
         listen = self.config.listen
         try:
             if self.config.control is not None:
-                self.control = make_control(self.forwarder, self.admin.change_role)
+                self.control = make_control(self.forwarder, self.mover.change_role)
                 self.metrics.watch_control(self.control)
             await self._public.start(listen.host, listen.port, self._tls, "listen")
             self.port = self._public.port
@@ -223,6 +229,7 @@ class Router:
             await self.close()
             raise
         self.health.start()
+        self.mover.start()
         if self.control is not None:
             self.control.start()
         self.page.start()
@@ -238,12 +245,13 @@ class Router:
 
     async def close(self) -> None:
         """Close everything; open requests are cut off and what they staged is released."""
-        self.draining = True
+        self.draining = self.mover.closing = True
         await self._public.close()
         if self._admin is not None:
             await self._admin.close()
         if self.control is not None:
             await self.control.close()
+        await self.mover.close()
         await self.page.close()
         await self.discoverer.close()
         await self.health.close()

@@ -433,6 +433,98 @@ class ControlSettings(Frozen):
         return self
 
 
+class RelabelActuator(Frozen):
+    """Engines that serve either role (vLLM with NIXL): nothing to call."""
+
+    kind: Literal["relabel"]
+
+
+class SglangActuator(Frozen):
+    """SGLang servers started with --enable-pd-role-switch."""
+
+    kind: Literal["sglang"]
+    decode_cuda_graph_memory_gb: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e4,
+        description="memory for the decode graphs that a server captures at its first switch to decode; "
+        "none = what a decode server says its own take",
+    )
+    decode_cuda_graph_bs: tuple[_Count, ...] | None = Field(
+        default=None, description="batch sizes of those graphs; none = those of a decode server"
+    )
+
+
+class HttpActuator(Frozen):
+    """Workers with a call for it: POST {"role": ...}, GET gives {"role": ...}."""
+
+    kind: Literal["http"]
+    path: str = Field(default="/role", pattern=r"^/[!-~]*$")
+
+
+class PodLabel(Frozen):
+    """A label of the pod says its role; the engine serves either."""
+
+    key: str = Field(
+        default="llm-d.ai/role",
+        pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+    )
+    prefill: str = "prefill"
+    decode: str = "decode"
+    both: str = "prefill-decode"
+
+
+class TwoDeployments(Frozen):
+    """One Deployment per role: one gets a replica less, the other one more. The new pod is found by discovery."""
+
+    prefill: str = Field(min_length=1)
+    decode: str = Field(min_length=1)
+
+
+class KubernetesActuator(Frozen):
+    """Pods, by the Kubernetes API. A worker has the name of its pod, as discovery gives it."""
+
+    kind: Literal["kubernetes"]
+    api_url: str = Field(default="https://kubernetes.default.svc", description="address of the API server")
+    namespace: str = "default"
+    token_file: str | None = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    ca_file: str | None = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+    label: PodLabel | None = None
+    scale: TwoDeployments | None = None
+    poll_s: _Positive = Field(default=1.0, description="pause between two looks while pods change")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.label is None) == (self.scale is None):
+            raise ValueError("give exactly one of label and scale")
+        return self
+
+
+ActuatorSettings = Annotated[
+    RelabelActuator | SglangActuator | HttpActuator | KubernetesActuator, Field(discriminator="kind")
+]
+
+
+class Moves(Frozen):
+    """How a worker of the PD cluster changes its role. Times are real seconds."""
+
+    actuator: ActuatorSettings | None = Field(
+        default=None, description="none = sglang for that backend, relabel for the others"
+    )
+    state_file: str | None = Field(
+        default=None,
+        description="roles as moved and the move under way, for the next start; none = forgotten at the end",
+    )
+    generate: bool = Field(
+        default=True, description="one real generation in the new role before the worker takes traffic"
+    )
+    switch_s: _Positive = Field(default=120.0, description="longest switch of an engine")
+    verify_s: _Positive = Field(default=60.0, description="longest check of the new role")
+    retry_s: _Positive = Field(
+        default=30.0, description="how often a worker that was taken out is tried again"
+    )
+
+
 class RouterConfig(Frozen):
     """Everything that defines a router."""
 
@@ -448,6 +540,7 @@ class RouterConfig(Frozen):
     control: ControlSettings | None = Field(
         default=None, description="none = the decision changes by hand alone"
     )
+    moves: Moves = Moves()
     length: Length = Length()
     cache: Cache = Cache()
     deadlines: Deadlines = Deadlines()
@@ -472,6 +565,26 @@ class RouterConfig(Frozen):
         if self.discovery.dynamo is not None and self.backend != "dynamo_direct":
             raise ValueError(f"discovery.dynamo goes with backend dynamo_direct, found {self.backend}")
         return self
+
+    @model_validator(mode="after")
+    def _moves_fit(self) -> Self:
+        actuator = self.actuator
+        if isinstance(actuator, RelabelActuator) and not self.moves.generate:
+            raise ValueError("moves.generate: false leaves actuator relabel without any check")
+        if isinstance(actuator, KubernetesActuator) and actuator.scale and self.discovery.kubernetes is None:
+            raise ValueError(
+                "moves.actuator.scale makes new pods: it needs discovery.kubernetes to find them"
+            )
+        return self
+
+    @property
+    def actuator(self) -> ActuatorSettings:
+        """What carries node moves out."""
+        if self.moves.actuator is not None:
+            return self.moves.actuator
+        if ENGINE_OF[self.backend] == "sglang":
+            return SglangActuator(kind="sglang")
+        return RelabelActuator(kind="relabel")
 
 
 def refuse_twins(workers: Sequence[WorkerSpec]) -> None:
@@ -599,6 +712,7 @@ class Resolved:
                 f"{rule}{' (planned for the scenario)' if planned else ''}, cache rule {decision.cache_rule}",
             ),
             ("control", self._control_mode()),
+            ("node moves", self._moves_mode()),
             ("workers from", ", ".join(found)),
             (
                 "workers",
@@ -625,6 +739,11 @@ class Resolved:
         log = f"decisions logged to {c.log_file}" if c.log_file else "no decision log"
         moves = f"moves every {clocks.conversion_interval_s:g} s at most" if c.moves else "no moves"
         return f"{c.mode}: policy {c.policy} {acts} every {clocks.control_interval_s:g} s, {moves}, {log}"
+
+    def _moves_mode(self) -> str:
+        moves = self.config.moves
+        keeps = "not kept over a restart" if moves.state_file is None else f"kept in {moves.state_file}"
+        return f"{self.config.actuator.kind}, roles as moved are {keeps}"
 
     def _cache_mode(self) -> str:
         cache = self.config.cache
@@ -719,6 +838,7 @@ def _relative_to(folder: Path, raw: dict[str, Any]) -> None:
         ("length", "tokenizer"),
         ("admin", "token_file"),
         ("control", "log_file"),
+        ("moves", "state_file"),
     ):
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(field), str):

@@ -30,7 +30,6 @@ from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.policy import PolicyContext, policy_hash
 from prfaas_env.simulator.formulas import NS_PER_S, ns_from_s
 from prfaas_env.telemetry import LENGTH_BIN_MIN_TOKENS, Telemetry, threshold_field
-from prfaas_serving.actuator import Actuator, ChangeRole, MoveFailed, MoveRefused, RoleActuator
 from prfaas_serving.config import ControlMode, ControlSettings
 from prfaas_serving.decision_log import (
     By,
@@ -48,6 +47,7 @@ from prfaas_serving.drift import outside_share, ranges_of
 from prfaas_serving.fleet import RoleChange
 from prfaas_serving.forward import Ended, Forwarder
 from prfaas_serving.live import LiveTelemetry, RouterClock
+from prfaas_serving.moves.orders import ChangeRole, MoveFailed, MoveOrders, MoveRefused
 
 log = logging.getLogger("prfaas_serving.control")
 
@@ -175,7 +175,7 @@ class ControlLoop:
 
     Args:
         forwarder: of the router.
-        change_role: `AdminApi.change_role`.
+        change_role: `Mover.change_role`.
         start_s: monotonic time of instant 0; default now.
 
     Raises:
@@ -197,9 +197,7 @@ class ControlLoop:
         changes = forwarder.fleet.changes
         self.live = LiveTelemetry(forwarder, changes, self.clock, settings.stale_after_s)
         self.live.on_end = self._request_ended
-        self.actuator: Actuator = RoleActuator(
-            forwarder.fleet, change_role, settings.flip_back_s, settings.switch_s
-        )
+        self.orders = MoveOrders(forwarder.fleet, change_role, settings.flip_back_s, settings.switch_s)
         scenario = resolved.scenario
         self.control_ns = ns_from_s(scenario.control.control_interval_s)
         self.patience_s = max(self.control_ns / NS_PER_S * self.clock.time_scale, 0.05)
@@ -271,7 +269,7 @@ class ControlLoop:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop; a move under way is given up, its worker serves in its old role."""
+        """Stop; a move under way is given up or, once its engine was asked, left for the next start."""
         tasks = [t for t in (self._task, *self._moving) if t is not None]
         for task in tasks:
             task.cancel()
@@ -539,14 +537,14 @@ class ControlLoop:
 
     async def _move(self, move: Move, by: str) -> None:
         try:
-            name = await self.actuator.move(self._f.fleet.pd, move, self._drain_s, by)
+            name = await self.orders.move(self._f.fleet.pd, move, self._drain_s, by)
         except MoveRefused as refusal:
             self.counts["moves_refused"] += 1
             log.info("%s refused: %s", move.name.lower(), refusal)
             if isinstance(refusal, MoveFailed):
                 self._alarm("conversion", f"{move.name.lower()}: {refusal}")
-        except Exception as error:  # an actuator of somebody else's
-            log.exception("actuator")
+        except Exception as error:  # whatever an actuator raises, the loop goes on
+            log.exception("node move")
             self._alarm("conversion", f"{move.name.lower()}: {one_line(error)}")
         else:
             self.counts["moves"] += 1
@@ -559,7 +557,7 @@ class ControlLoop:
         self._write(
             ConversionLine(
                 ordered_ns=self.clock.ns(change.ordered_s),
-                done_ns=None if change.done_s is None else self.clock.ns(change.done_s),
+                done_ns=self.clock.ns(change.done_s) if change.done_s and change.outcome == "done" else None,
                 cluster=change.cluster,
                 worker=change.worker,
                 from_role=change.from_role,

@@ -142,7 +142,7 @@ class Discoverer:
         fleet = self._f.fleet
         by_name = {spec.name: spec for spec in wanted}
         for worker in [w for w in fleet if w.source == source]:
-            if by_name.get(worker.name) != worker.spec:
+            if not fleet.keeps(worker, by_name.get(worker.name)):
                 log.info("worker %s leaves (%s)", worker.name, source)
                 fleet.remove(worker)
         for spec in wanted:

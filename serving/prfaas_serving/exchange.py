@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from multidict import CIMultiDict
 
@@ -20,7 +21,7 @@ from prfaas_serving.answers import Answer, PassedOn
 from prfaas_serving.backends import Flow
 from prfaas_serving.cache_index import blocks_of
 from prfaas_serving.choice import Route
-from prfaas_serving.fleet import Attempt, NoWorker
+from prfaas_serving.fleet import Attempt, NoWorker, Worker
 from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Outcome
 from prfaas_serving.legs import LegRunner, Trip
 from prfaas_serving.length import Prompt
@@ -38,12 +39,19 @@ class Exchange:
         shared: what all requests share.
         job: the request.
         forced: for canaries: take this route and no other.
+        pinned: for the check of one worker: by role, who serves it though the pools would not send it anything.
     """
 
-    def __init__(self, shared: Forwarder, job: Job, forced: Route | None = None) -> None:
+    def __init__(
+        self,
+        shared: Forwarder,
+        job: Job,
+        forced: Route | None = None,
+        pinned: Mapping[str, Worker] | None = None,
+    ) -> None:
         self._f = shared
         start = Route("alone", shared.fleet.pd, job.local_reason or "route")
-        self._trip = Trip(job, start if forced is None else forced, forced=forced)
+        self._trip = Trip(job, start if forced is None else forced, forced=forced, pinned=pinned or {})
         self._legs = LegRunner(shared, self._trip)
         self._relay = Relay(shared, self._legs)
         self._output_tokens = 0
@@ -95,6 +103,7 @@ class Exchange:
             self._trip.route.kind != "remote"
             and not self._legs.may_be_alone()
             and not f.fleet.local_prefill.workers
+            and "prefill" not in self._trip.pinned
         ):
             raise self._no_endpoint("no worker can take a whole prompt")
         if self._trip.route.kind == "alone" and not self._legs.may_be_alone():

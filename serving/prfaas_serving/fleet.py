@@ -27,8 +27,11 @@ from prfaas_serving.config import (
     WorkerSpec,
     refuse_twins,
 )
+from prfaas_serving.moves.state import MoveState
 
 WorkerState = Literal["probation", "up", "down"]
+#: Why nothing new is sent to a worker that is well: an operator's drain, a move under way, a move that went wrong.
+Hold = Literal["operator", "move", "out"]
 
 #: Share of its concurrency that a returning worker starts with.
 _RAMP_FROM = 0.1
@@ -111,7 +114,7 @@ class Worker:
         self.source = source
         """Where it came from: config, file, kubernetes, admin."""
         self.state: WorkerState = "probation"
-        self.draining = False
+        self.holds: set[Hold] = set()
         self.removed = False
         self.breaker = Breaker(health.breaker_failures, health.breaker_open_s, health.breaker_max_open_s)
         self.load = Load()
@@ -141,10 +144,8 @@ class Worker:
         """Tokens it says it fetched over those it was told to fetch, where its engine counts them."""
         self.probed = False
         """Whether a real generation has passed."""
-        role_limit = (
-            config.limits.prefill_per_worker if spec.role == "prefill" else config.limits.decode_per_worker
-        )
-        self._most = spec.max_concurrent or role_limit
+        self._limits = config.limits
+        self._most = self._limit()
         self._allowed = float(self._most)
         self._ramp_s = health.ramp_s
         self._urls: dict[str, URL] = {}
@@ -161,10 +162,33 @@ class Worker:
                 self._urls[path] = found
         return found
 
+    def _limit(self) -> int:
+        """Requests at once that its entry or its role allows."""
+        limits = self._limits
+        of_role = limits.prefill_per_worker if self.role == "prefill" else limits.decode_per_worker
+        return self.spec.max_concurrent or of_role
+
+    def take_role(self, role: RoleName) -> None:
+        """Serve in a role, with the role's limit."""
+        self.role = role
+        most = self._limit()
+        if most != self._most:
+            self._most, self._allowed = most, float(most)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is sent though it may be well."""
+        return bool(self.holds)
+
+    @draining.setter
+    def draining(self, wanted: bool) -> None:
+        """An operator's order; a move under way, or one that went wrong, holds a worker all the same."""
+        (self.holds.add if wanted else self.holds.discard)("operator")
+
     @property
     def known_down(self) -> bool:
         """Whether nothing new may be sent whatever the breaker says."""
-        return self.state != "up" or self.draining or self.removed
+        return self.state != "up" or bool(self.holds) or self.removed
 
     def usable(self, now_s: float) -> bool:
         """Whether a request may be sent now, its limit apart."""
@@ -279,7 +303,7 @@ class Worker:
             "cluster": self.cluster,
             "role": self.role,
             "source": self.source,
-            "state": "draining" if self.draining else self.state,
+            "state": "out" if "out" in self.holds else "draining" if self.holds else self.state,
             "breaker": self.breaker.state(now_s),
             "share": round(self.share(now_s), 3),
             "in_flight": self.in_flight,
@@ -307,7 +331,8 @@ class RoleChange:
     ordered_s: float
     done_s: float | None = None
     outcome: str = "under_way"
-    """`done`, or why not: `refused`, `not_drained`, `not_switched`, `last_of_role`, `cancelled`."""
+    """`done`, or the step that failed: `not_drained`, `last_of_role`, `not_written`, `not_switched`, `not_verified`,
+    `cancelled`; `rolled_back` when a restarted router undid it."""
 
 
 class RoleChanges:
@@ -320,6 +345,8 @@ class RoleChanges:
         """Those that are over, newest last."""
         self.ended: list[Callable[[RoleChange], None]] = []
         """Called with every change that is over."""
+        self.before: RoleChange | None = None
+        """The last one that an earlier run of this router carried out, if its state file tells."""
 
     @property
     def ordered_s(self) -> float | None:
@@ -327,10 +354,18 @@ class RoleChanges:
         everything = [*self.past, *self.under_way.values()]
         return max((c.ordered_s for c in everything), default=None)
 
+    @property
+    def last_done(self) -> RoleChange | None:
+        """The last one that was carried out, by this run of the router or an earlier one."""
+        return next((c for c in reversed(self.past) if c.outcome == "done"), self.before)
+
     def begin(self, worker: Worker, role: str, by: str) -> RoleChange:
         """A change is ordered."""
-        change = RoleChange(worker.name, worker.cluster, worker.role, role, by, time.monotonic())
-        self.under_way[worker.name] = change
+        return self.enter(RoleChange(worker.name, worker.cluster, worker.role, role, by, time.monotonic()))
+
+    def enter(self, change: RoleChange) -> RoleChange:
+        """A change is under way."""
+        self.under_way[change.worker] = change
         return change
 
     def end(self, change: RoleChange, outcome: str) -> None:
@@ -561,10 +596,15 @@ class Fleet:
         config: the router's configuration.
         pd: the PD cluster served.
         remote: PrfaaS clusters it is linked to.
+
+    Raises:
+        PrfaasError: the state file of moves is not one, or another cluster's.
     """
 
     def __init__(self, config: RouterConfig, pd: str, remote: tuple[str, ...]) -> None:
         self.config = config
+        self.state = MoveState(config.moves.state_file, pd)
+        """Roles as moved, and the move under way: what survives a restart."""
         self.pd = pd
         luck = Luck(config.seed)
         queue = config.limits.queue
@@ -593,6 +633,9 @@ class Fleet:
         refuse_twins([*(w.spec for w in self.workers.values()), spec])
         worker = Worker(spec, self.config, source)
         self.workers[spec.name] = worker
+        if worker.cluster == self.pd:
+            worker.take_role(self.state.role_of(spec))
+            worker.holds |= self.state.holds(spec)
         self._home(worker).workers.append(worker)
         return worker
 
@@ -607,12 +650,29 @@ class Fleet:
         self.pairs.forget(worker.name)
         self.shared_blame.forget(worker.name)
 
+    def keeps(self, worker: Worker, spec: WorkerSpec | None) -> bool:
+        """Whether a worker stays as it is though its source now says `spec` (None: nothing of it).
+
+        Its listing may follow a move, or be about to: then only what its source calls its role is learned.
+        """
+        moving = "move" in worker.holds
+        if spec is None:
+            return moving
+        if worker.spec == spec:
+            return True
+        if worker.spec != spec.model_copy(update={"role": worker.spec.role}):
+            return False
+        if not moving and spec.role != worker.role:
+            return False
+        worker.spec = spec
+        return True
+
     def relabel(self, worker: Worker, role: RoleName) -> None:
         """Move a worker to another role: its counters stay, new requests see it there."""
         pool = self._home(worker)
         if worker in pool.workers:
             pool.workers.remove(worker)
-        worker.role = role
+        worker.take_role(role)
         home = self._home(worker)
         home.workers.append(worker)
         for touched in (pool, home):

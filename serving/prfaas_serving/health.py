@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import orjson
@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 
 from prfaas_serving.backends.engines import HEALTH_PATH, LOAD_PATH, Unreadable, read_health, read_load
 from prfaas_serving.choice import Route
+from prfaas_serving.config import RoleName
 from prfaas_serving.exchange import Exchange
 from prfaas_serving.fleet import Load, Worker
 from prfaas_serving.forward import Forwarder
@@ -39,6 +40,8 @@ class HealthChecker:
         self._passed: set[str] = set()
         self._closed = False
         self._alarmed: set[str] = set()
+        self.coming_up: Callable[[Worker], Awaitable[None]] | None = None
+        """Called before a worker that was not up takes requests."""
 
     def start(self) -> None:
         """Watch the workers that are there and send canaries."""
@@ -106,6 +109,8 @@ class HealthChecker:
             if worker.state != "up":
                 log.info("worker %s is up", worker.name)
                 await self._read_models(worker)
+                if self.coming_up is not None:
+                    await self.coming_up(worker)
                 worker.came_up(now_s)
                 self._f.fleet.freed(worker)
         elif status in (429,):
@@ -219,7 +224,7 @@ class HealthChecker:
         while True:
             for role in [r for r in self.missing() if r not in self._passed]:
                 route = self._route(role)
-                if route is not None and await self._generate(route):
+                if route is not None and await self._generate(route) is None:
                     self._passed.add(role)
             await asyncio.sleep(_CANARY_EVERY_S if self.missing() else 10 * _CANARY_EVERY_S)
 
@@ -236,7 +241,32 @@ class HealthChecker:
         name = role.removeprefix("remote prefill ")
         return Route("remote", name, "canary") if fleet.remote_prefill[name].any_usable(now_s) else None
 
-    async def _generate(self, route: Route) -> bool:
+    async def generate_on(self, worker: Worker, role: RoleName) -> str | None:
+        """One real generation through a worker of the PD cluster in a role that it need not have yet.
+
+        Its partner is a worker in service. Nothing else about the worker matters: it may be held.
+
+        Returns:
+            None if it went well, else what was wrong.
+        """
+        fleet, now_s = self._f.fleet, time.monotonic()
+        if role == "prefill":
+            if not fleet.decode.any_usable(now_s):
+                return "no decode worker is usable"
+            return await self._generate(Route("local", fleet.pd, "canary"), {"prefill": worker})
+        remote = [name for name, pool in fleet.remote_prefill.items() if pool.any_usable(now_s)]
+        if fleet.local_prefill.any_usable(now_s) and role == "decode":
+            route = Route("local", fleet.pd, "canary")
+        elif remote and role == "decode":
+            route = Route("remote", remote[0], "canary")
+        elif self._f.backend.decode_alone or role == "both":
+            route = Route("alone", fleet.pd, "canary")
+        else:
+            return "no prefill worker is usable"
+        return await self._generate(route, {"decode": worker})
+
+    async def _generate(self, route: Route, pinned: Mapping[str, Worker] | None = None) -> str | None:
+        """One token by a route; None if it came that way, else what was wrong."""
         if not self._f.models:
             for worker in [w for w in self._f.fleet if w.state == "up"]:
                 await self._read_models(worker)
@@ -246,16 +276,18 @@ class HealthChecker:
             "max_tokens": 1,
         }
         job = Job(COMPLETIONS, "POST", "", orjson.dumps(body), body, CIMultiDict(), "canary")
-        exchange = Exchange(self._f, job, route)
+        exchange = Exchange(self._f, job, route, pinned or {})
         try:
             answer = await exchange.open()
             await exchange.pass_on(answer, _Nowhere())
         except ClientError as error:
             log.info("canary over %s: %s", route.cluster, error.message)
-            return False
+            return error.message
         finally:
             exchange.close()
-        return exchange.route.kind == route.kind
+        if exchange.route.kind != route.kind:
+            return f"it went {exchange.route.kind} ({exchange.route.reason}), not {route.kind}"
+        return None
 
 
 class _Nowhere:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class Trip:
     started_s: float = field(default_factory=time.monotonic)
     forced: Route | None = None
     """For canaries: take this route and no other."""
+    pinned: Mapping[str, Worker] = field(default_factory=dict)
+    """For the check of one worker: by role, who serves it though the pools would not send it anything."""
     number: int = 0
     """Of the present try; the first is 1."""
     phase: str = "queue"
@@ -138,7 +140,7 @@ class LegRunner:
     async def _take_prefill(self) -> None:
         f = self._f
         pool = self._pool()
-        if not f.fleet.decode.any_usable(time.monotonic()):
+        if "decode" not in self.trip.pinned and not f.fleet.decode.any_usable(time.monotonic()):
             raise NoWorker(f"no usable decode worker in {f.fleet.pd}", full=False)
         new, cached = self._new_and_cached()
         predicted_s = f.paths.prefill_s(self.trip.route.cluster, new, cached)
@@ -147,18 +149,26 @@ class LegRunner:
             had = self.trip.choice.had_tokens if self.trip.choice is not None else 0
             self.link_flow = (self.trip.route.cluster, link.routed(f.paths.kv_bits(new + cached - had)))
         self.trip.phase = "queue"
-        _, self.prefill = await pool.acquire(
-            f.config.deadlines.queue_s,
-            predicted_s,
-            new,
-            affinity=self.trip.cached.holder.get(self.trip.route.cluster),
-            avoid=self.trip.avoid,
-        )
+        pinned = self.trip.pinned.get("prefill")
+        if pinned is not None:
+            self.prefill = pinned.begin(time.monotonic(), predicted_s, new)
+        else:
+            _, self.prefill = await pool.acquire(
+                f.config.deadlines.queue_s,
+                predicted_s,
+                new,
+                affinity=self.trip.cached.holder.get(self.trip.route.cluster),
+                avoid=self.trip.avoid,
+            )
         self.trip.prefill_tries += 1
         self.trip.phase = "prefill"
 
     async def _take_decode(self) -> Worker:
         f = self._f
+        pinned = self.trip.pinned.get("decode")
+        if pinned is not None:
+            self.decode = pinned.begin(time.monotonic(), tokens=1)
+            return pinned
         apart: Callable[[Worker], bool] | None = None
         if self.prefill is not None or self.handle is not None:
             source = self.handle.prefill if self.handle is not None else self.prefill.worker  # type: ignore[union-attr]

@@ -372,7 +372,7 @@ async def _in_process(cluster: FakeCluster) -> list[FakeWorker]:
 async def _measure(router: Router, world: World, seconds: int, time_scale: float, run: Run) -> None:
     """Start a control loop and the load at one instant."""
     start_s = time.monotonic() + 0.5
-    loop = ControlLoop(router.forwarder, router.admin.change_role, start_s=start_s)
+    loop = ControlLoop(router.forwarder, router.mover.change_role, start_s=start_s)
     loop.mode = "active"
     router.control = loop
 

@@ -187,14 +187,6 @@ def test_unreadable_pages(content: bytes) -> None:
             engines.read_load(engine, content)
 
 
-def test_answers_of_role_switches() -> None:
-    assert engines.role_switch("vllm", "decode") is None
-    assert engines.role_switch("sglang", "decode") == ("/pd_role_switch", {"new_role": "decode"})
-    assert engines.read_role_switch("sglang", 200, {"success": True}) is None
-    assert "busy" in str(engines.read_role_switch("sglang", 400, {"success": False, "message": "busy"}))
-    assert engines.read_role_switch("sglang", 200, None) is not None
-
-
 def test_short_prompts_count_as_prompts() -> None:
     async def work() -> None:
         async with serving(workers=PAIR) as s:

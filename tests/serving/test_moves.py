@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
 
 from prfaas_env.decision import ClusterDecision, Decision, Move
 from prfaas_env.telemetry import Telemetry
-from prfaas_serving.actuator import ROLES, MoveFailed, MoveRefused, RoleActuator
+from prfaas_serving.fake.worker import FakeWorker
 from prfaas_serving.fleet import RoleChange
+from prfaas_serving.moves.orders import ROLES, MoveFailed, MoveOrders, MoveRefused
+from prfaas_serving.moves.state import MoveState
 from tests.serving.support import Setup, completion, expected_text, run, serving, until
 from tests.serving.virtual import run_virtually
 
@@ -84,26 +89,60 @@ class Traffic:
             self.answered += 1
 
 
-async def moved(actuator: RoleActuator, move: Move) -> str:
+async def moved(orders: MoveOrders, move: Move) -> str:
     """One move and, while it is under way, a second order that must be refused."""
-    first = asyncio.create_task(actuator.move("pd0", move, 20.0))
+    first = asyncio.create_task(orders.move("pd0", move, 20.0))
     await asyncio.sleep(0)
     for double in (Move.PREFILL_TO_DECODE, Move.DECODE_TO_PREFILL):
         if not first.done():
             with pytest.raises(MoveRefused, match="already"):
-                await actuator.move("pd0", double, 20.0)
+                await orders.move("pd0", double, 20.0)
     return await first
 
 
-@pytest.mark.parametrize("backend", ["vllm_nixl", "sglang"])
-def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
+class RoleCall:
+    """Gives fake workers the call of workers with a role of their own: they refuse it while busy, and the other leg."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.switches = self.refused_legs = 0
+        original = FakeWorker._dispatch
+
+        async def dispatch(fake: FakeWorker, request: BaseRequest) -> web.StreamResponse:
+            if request.path == "/role":
+                return await self._role(fake, request)
+            if request.method == "POST" and request.path.startswith("/v1/"):
+                body = await request.json()
+                if fake.role not in ("both", fake._leg(body)):
+                    self.refused_legs += 1
+                    return web.json_response({"error": {"message": f"I am {fake.role}"}}, status=409)
+            return await original(fake, request)
+
+        monkeypatch.setattr(FakeWorker, "_dispatch", dispatch)
+
+    async def _role(self, fake: FakeWorker, request: BaseRequest) -> web.StreamResponse:
+        if request.method == "POST":
+            if fake.running or fake._waiting or fake.staged:
+                return web.json_response({"error": {"message": "requests are under way"}}, status=409)
+            fake.role = (await request.json())["role"]
+            self.switches += 1
+        return web.json_response({"role": fake.role})
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("vllm_nixl", None), ("sglang", None), ("vllm_nixl", "http")])
+def test_twenty_conversions_under_load_lose_nothing(
+    backend: str, kind: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By relabelling, by SGLang's switch, and by workers' own call: through the steps, with a state file."""
+    calls = RoleCall(monkeypatch) if kind == "http" else None
+    moves = {"state_file": str(tmp_path / "moves.json"), "actuator": kind and {"kind": kind}}
+
     async def work() -> None:
         spec = {"decode": {"a_s": 0.002, "slots": 16, "source": "tests"}}
-        async with serving(backend, WORKERS, spec=spec) as s:
+        async with serving(backend, WORKERS, spec=spec, moves=moves) as s:
             fleet = s.router.forwarder.fleet
             watch, traffic = Watch(s), Traffic(s)
             fleet.changes.ended.append(watch.ended)
-            actuator = RoleActuator(fleet, s.router.admin.change_role)
+            orders = MoveOrders(fleet, s.router.mover.change_role)
             clients = [asyncio.create_task(traffic.client(n)) for n in range(8)]
             looking = asyncio.create_task(watch.keep_looking())
             plan = [
@@ -113,7 +152,7 @@ def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
                 Move.DECODE_TO_PREFILL,
             ]
             for move in itertools.islice(itertools.cycle(plan), 20):
-                await moved(actuator, move)
+                await moved(orders, move)
                 so_far = traffic.answered
                 await until(lambda n=so_far: traffic.answered >= n + 6, "requests go on", 60.0)
             traffic.stop = True
@@ -126,8 +165,13 @@ def test_twenty_conversions_under_load_lose_nothing(backend: str) -> None:
             assert watch.most_under_way == 1
             assert min(watch.fewest.values()) >= 1
             assert all(not w.draining for w in fleet)
+            assert s.router.mover.alarms == {}
+            assert MoveState(moves["state_file"], "pd0").move is None
             if backend == "sglang":
                 assert sum(f.switches for f in s.workers.values()) == 20
+            if calls is not None:
+                assert (calls.switches, calls.refused_legs) == (20, 0)
+                assert all(s.worker(name).role == fake.role for name, fake in s.workers.items())
             assert sum(w.double_pulls for w in s.workers.values()) == 0
             await s.settled()
 
@@ -138,16 +182,16 @@ def test_flip_backs_and_last_ones_are_refused() -> None:
     async def work() -> None:
         async with serving("vllm_nixl", WORKERS) as s:
             fleet = s.router.forwarder.fleet
-            actuator = RoleActuator(fleet, s.router.admin.change_role, flip_back_s=1000.0)
-            await actuator.move("pd0", Move.PREFILL_TO_DECODE, 5.0)
+            orders = MoveOrders(fleet, s.router.mover.change_role, flip_back_s=1000.0)
+            await orders.move("pd0", Move.PREFILL_TO_DECODE, 5.0)
             with pytest.raises(MoveRefused, match="undo the last move"):
-                await actuator.move("pd0", Move.DECODE_TO_PREFILL, 5.0)
+                await orders.move("pd0", Move.DECODE_TO_PREFILL, 5.0)
             with pytest.raises(MoveRefused, match="no prefill worker can be spared"):
-                await actuator.move("pd0", Move.PREFILL_TO_DECODE, 5.0)
+                await orders.move("pd0", Move.PREFILL_TO_DECODE, 5.0)
             with pytest.raises(MoveRefused, match="not served"):
-                await actuator.move("mars", Move.PREFILL_TO_DECODE, 5.0)
+                await orders.move("mars", Move.PREFILL_TO_DECODE, 5.0)
             with pytest.raises(MoveRefused, match="no move"):
-                await actuator.move("pd0", Move.NONE, 5.0)
+                await orders.move("pd0", Move.NONE, 5.0)
             assert [len(fleet.local_prefill.workers), len(fleet.decode.workers)] == [1, 4]
 
     run(work)
@@ -159,17 +203,17 @@ def test_the_choice_is_the_simulators() -> None:
     async def work() -> None:
         async with serving("vllm_nixl", WORKERS) as s:
             fleet = s.router.forwarder.fleet
-            actuator = RoleActuator(fleet, s.router.admin.change_role)
+            orders = MoveOrders(fleet, s.router.mover.change_role)
             w = fleet.workers
             now = asyncio.get_running_loop().time()
             places = [w["l1"].begin(now, 5.0)]
-            assert actuator.choose(Move.PREFILL_TO_DECODE) is w["l2"]
+            assert orders.choose(Move.PREFILL_TO_DECODE) is w["l2"]
             places.append(w["l2"].begin(now, 9.0))
-            assert actuator.choose(Move.PREFILL_TO_DECODE) is w["l1"]
+            assert orders.choose(Move.PREFILL_TO_DECODE) is w["l1"]
             places += [w["d1"].begin(now), w["d2"].begin(now), w["d2"].begin(now), w["d3"].begin(now)]
-            assert actuator.choose(Move.DECODE_TO_PREFILL) is w["d1"]
+            assert orders.choose(Move.DECODE_TO_PREFILL) is w["d1"]
             w["d1"].draining = True
-            assert actuator.choose(Move.DECODE_TO_PREFILL) is w["d3"]
+            assert orders.choose(Move.DECODE_TO_PREFILL) is w["d3"]
             w["d1"].draining = False
             for place in places:
                 fleet.release(place)
@@ -181,13 +225,13 @@ def test_a_worker_that_becomes_the_last_one_while_it_drains_stays() -> None:
     async def work() -> None:
         async with serving("vllm_nixl", WORKERS[:5]) as s:
             fleet = s.router.forwarder.fleet
-            actuator = RoleActuator(fleet, s.router.admin.change_role)
+            orders = MoveOrders(fleet, s.router.mover.change_role)
             long = [
                 asyncio.create_task(s.post("/v1/completions", completion(f"{k}", 100_000, stream=True)))
                 for k in range(4)
             ]
             await until(lambda: s.worker("d1").in_flight and s.worker("d2").in_flight, "both decode")
-            move = asyncio.create_task(actuator.move("pd0", Move.DECODE_TO_PREFILL, 60.0))
+            move = asyncio.create_task(orders.move("pd0", Move.DECODE_TO_PREFILL, 60.0))
             await until(lambda: fleet.changes.under_way, "one drains")
             leaving = next(iter(fleet.changes.under_way))
             other = s.worker("d2" if leaving == "d1" else "d1")

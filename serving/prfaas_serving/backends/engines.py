@@ -1,4 +1,4 @@
-"""What the router asks of an engine apart from requests: health, load, tokenizing, changing role.
+"""What the router asks of an engine apart from requests: health, load, tokenizing.
 
 Each engine words these differently; asking the wrong path (vLLM has no /get_load, SGLang no /load) would quietly turn
 a choice by load into a random one, so that a page without any known figure counts as a failed poll.
@@ -153,20 +153,3 @@ def _add_numbers(found: dict[str, float], part: Any, prefix: str) -> None:
 
 #: Engines whose workers keep the role they were started with.
 FIXED_ROLE = frozenset({"dynamo"})
-
-
-def role_switch(engine: str, role: str) -> tuple[str, dict[str, Any]] | None:
-    """(path, body) of the call that changes an idle worker's role; None where the router's label is enough."""
-    if engine == "sglang":
-        return "/pd_role_switch", {"new_role": role}
-    return None
-
-
-def read_role_switch(engine: str, status: int, answer: Any) -> str | None:
-    """Why a change of role failed, None if it did not."""
-    if engine != "sglang":
-        return None
-    if status != 200 or not isinstance(answer, dict) or answer.get("success") is not True:
-        message = answer.get("message") if isinstance(answer, dict) else None
-        return f"refused with status {status}: {message or 'no reason given'}"
-    return None

@@ -138,6 +138,7 @@ class FakeWorker:
             "unhealthy",
             "no_load",
             "cached",
+            "switch_refused",
         }
     )
 
@@ -158,6 +159,10 @@ class FakeWorker:
         self.double_pulls = 0
         self.pulls_open = 0
         self.switches = 0
+        self.graphs = [1, 2, 4] if spec.role != "prefill" else []
+        """SGLang: batch sizes of its decode graphs."""
+        self.broken = False
+        """SGLang: a switch failed half-way."""
         self._own_process = own_process
         self._sizes = PartSizes(spec.kv, spec.byte_scale)
         self._index = PrefixIndex(
@@ -281,8 +286,8 @@ class FakeWorker:
             return web.Response(text=self._metrics())
         if path == "/query":
             return web.json_response({"0": {"engine_id": self.engine_id, "kv_port": self.kv_port}})
-        if path == "/v1/loads" and self.spec.engine == "sglang":
-            return web.json_response(self._loads())
+        if self.spec.engine == "sglang" and path in {"/v1/loads", "/server_info"}:
+            return web.json_response(self._loads() if path == "/v1/loads" else self._server_info())
         if path == "/load" and self.spec.engine in {"vllm", "mooncake", "llmd"}:
             return web.json_response({"server_load": self.running + self._waiting})
         self._authorize(request)
@@ -347,21 +352,49 @@ class FakeWorker:
         )
 
     async def _switch(self, body: dict[str, Any]) -> web.Response:
-        role = body.get("new_role")
-        if role not in {"prefill", "decode"} or self.running or self._waiting:
-            return web.json_response(
-                {"success": False, "message": "instance is not idle or the role is unknown"}, status=400
-            )
-        old, self.role = self.role, role
-        self.switches += 1
-        self._index.forget("own")
+        """SGLang's change of role: refused while it is busy; the first one to decode needs to know the graphs."""
+        old, role = self.role, body.get("new_role")
+        refused: tuple[str, bool] | None = None
+        if self.broken:
+            refused = "instance is unhealthy after a failed role switch; restart required", False
+        elif role not in {"prefill", "decode"}:
+            refused = f"invalid new_role={role!r}", True
+        elif role != old and (self.running or self._waiting):
+            refused = "instance is not idle; drain all requests before switching", True
+        elif role == "decode" and not self.graphs and body.get("decode_cuda_graph_memory_gb") is None:
+            refused = "decode_cuda_graph_memory_gb is required before capturing decode graphs", True
+        elif role != old and (fault := self._fault("switch_refused", "any")) is not None:
+            self.broken = fault.value > 0
+            refused = ("role switch failed; instance unhealthy, restart required", False)
+            if not self.broken:
+                refused = ("transfer backend does not support runtime role switch", True)
+        if refused is not None:
+            message, safe = refused
+            answer = {"success": False, "message": message, "old_role": old, "new_role": role}
+            return web.json_response({**answer, "safe_to_restore": safe}, status=400)
+        if role != old:
+            self.role = role  # type: ignore[assignment]
+            self.switches += 1
+            self._index.forget("own")
+            self.graphs = self.graphs or (role == "decode" and body.get("decode_cuda_graph_bs")) or []
         return web.json_response(
             {"success": True, "message": "", "old_role": old, "new_role": role, "safe_to_restore": True}
         )
 
+    def _server_info(self) -> dict[str, Any]:
+        """SGLang's: the role of the start at the top, the present one within."""
+        state = {
+            "disaggregation_mode": self.role,
+            "decode_cuda_graph_bs": self.graphs,
+            "decode_cuda_graph_memory_gb": 1.25 if self.graphs else 0.0,
+        }
+        return {"disaggregation_mode": self.spec.role, "version": "0.5.23", "internal_states": [state]}
+
     # ------------------------------------------------------------------ generating
 
     async def _generate(self, request: BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
+        if self.broken:
+            raise Refused(500, "the instance is unhealthy after a failed role switch")
         leg = self._leg(body)
         self.seen.append(Seen(request.path, request.headers.copy(), body, leg))
         await self._early_faults(request, leg)

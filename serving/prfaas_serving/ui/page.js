@@ -236,6 +236,7 @@ function queueLine(n, role) {
 function condition(s, w) {
   if (s.changing.includes(w.name)) return ["changing", "changing role"];
   if (w.state === "down") return ["down", "down"];
+  if (w.state === "out") return ["broken", "taken out"];
   if (w.state === "draining") return ["draining", "draining"];
   if (w.breaker !== "closed") return ["broken", w.breaker === "open" ? "kept out" : "on trial"];
   if (w.state !== "up") return ["draining", "starting"];

@@ -178,6 +178,7 @@ class Page:
         broken = [w.name for w in f.fleet if w.state != "down" and w.breaker.state(now_s) != "closed"]
         if broken:
             say("breaker_open", "warning", f"Kept out after failures: {', '.join(broken)}.")
+        found += self._of_moves()
         for name, link in f.paths.links.items():
             share = link.observed_bps(now_s) / link.nominal_bps
             if share < _SLOW_LINK:
@@ -202,6 +203,18 @@ class Page:
                 say(name, "warning", text)
         order = {"critical": 0, "warning": 1, "notice": 2}
         return sorted(found, key=lambda a: order[a.level])
+
+    def _of_moves(self) -> list[Alarm]:
+        """What node moves left behind."""
+        alarms = dict(self._router.mover.alarms)
+        file = alarms.pop("state_file", None)
+        found = [
+            Alarm("worker_out", "critical", f"Taken out after a node move: {text}.")
+            for text in alarms.values()
+        ]
+        if file is not None:
+            found.append(Alarm("state_file", "warning", f"Node moves are not written down: {file}."))
+        return found
 
     def state(self) -> dict[str, Any]:
         """Everything that is shown."""

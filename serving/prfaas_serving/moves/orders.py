@@ -1,15 +1,14 @@
-"""Carrying out node moves: which worker changes its role, and what is refused.
+"""Orders of the control loop: which worker moves, and what is refused.
 
-An actuator is told a `Move` of a PD cluster and returns when the move is over. Today's one changes the role of a
-running worker through the admin port's own call (drain, switch, relabel). One that restarts engines, or asks an
-orchestrator, has the same face.
+An order names a PD cluster and a `Move`; the steps of it are `mover.Mover`'s, as for an operator's order through the
+admin port.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas_env.decision import Move
 from prfaas_serving.config import RoleName
@@ -28,39 +27,21 @@ class MoveRefused(Exception):
 
 
 class MoveFailed(MoveRefused):
-    """It was begun and could not be ended; the worker serves in its old role."""
-
-
-class Actuator(Protocol):
-    """Carries out node moves, one at a time per PD cluster."""
-
-    async def move(self, cluster: str, move: Move, deadline_s: float, by: str = "policy") -> str:
-        """Carry out a move and give the name of the worker that took the other role.
-
-        Args:
-            cluster: the PD cluster.
-            move: not `NONE`.
-            deadline_s: longest time for the worker's requests to end, real seconds.
-            by: who ordered it: `policy` or `rule`.
-
-        Raises:
-            MoveRefused: one is under way, it would undo a recent one, or nobody can be spared.
-            MoveFailed: it was begun and given up.
-        """
+    """It was begun and could not be ended; the worker serves in its old role, or is out."""
 
 
 ChangeRole = Callable[..., Awaitable[dict[str, Any]]]
 
 
-class RoleActuator:
-    """Changes the role of a running worker.
+class MoveOrders:
+    """Takes orders for moves of the PD cluster.
 
     From prefill to decode goes an idle worker, else the one that will be idle first; from decode to prefill the one
     with the fewest requests; in both cases the first of equals. This is the simulator's choice.
 
     Args:
         fleet: the workers.
-        change_role: `AdminApi.change_role`.
+        change_role: `Mover.change_role`.
         flip_back_s: a move that undoes the last one is refused for so long after it.
         switch_s: time that a worker rests after its switch.
     """
@@ -82,7 +63,7 @@ class RoleActuator:
         changes = self._fleet.changes
         if changes.under_way:
             return f"worker {next(iter(changes.under_way))!r} is changing its role already"
-        last = next((c for c in reversed(changes.past) if c.outcome == "done"), None)
+        last = changes.last_done
         if last is not None and last.done_s is not None:
             left_s = last.done_s + self._flip_back_s - time.monotonic()
             if left_s > 0 and (last.to_role, last.from_role) == ROLES[move]:
@@ -102,7 +83,18 @@ class RoleActuator:
         return min(usable, key=lambda w: w.in_flight)
 
     async def move(self, cluster: str, move: Move, deadline_s: float, by: str = "policy") -> str:
-        """See `Actuator.move`."""
+        """Carry out a move and give the name of the worker that took the other role.
+
+        Args:
+            cluster: the PD cluster.
+            move: not `NONE`.
+            deadline_s: longest time for the worker's requests to end, real seconds.
+            by: who ordered it: `policy` or `rule`.
+
+        Raises:
+            MoveRefused: one is under way, it would undo a recent one, or nobody can be spared.
+            MoveFailed: it was begun and given up.
+        """
         reason = self.refusal(cluster, move)
         if reason is not None:
             raise MoveRefused(reason)
