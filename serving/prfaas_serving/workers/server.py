@@ -71,7 +71,14 @@ class ModelWorker:
         self.port = 0
         self.metrics = WorkerMetrics()
         self.transfers = Transfers()
-        self.store = Store(self.engine_id, model.fingerprint, settings.lease_s, self._sent, self._expired)
+        self.store = Store(
+            self.engine_id,
+            model.fingerprint,
+            settings.lease_s,
+            self.transfers.add,
+            self.metrics.sent,
+            self.metrics.expired.inc,
+        )
         self._fetcher = Fetcher(model.law, settings.connect_s, settings.idle_s)
         self._thread = ModelThread(model, settings.chunk_tokens)
         self._next_role: Role | None = None
@@ -385,13 +392,6 @@ class ModelWorker:
             "remote_prefill_cached_tokens": 0,
         }
 
-    def _sent(self, transfer: Transfer) -> None:
-        self.transfers.add(transfer)
-        self.metrics.sent(transfer)
-
-    def _expired(self, staged: Staged) -> None:
-        self.metrics.expired.inc()
-
     # ------------------------------------------------------------------ decode legs
 
     async def _decode_leg(self, request: web.Request, asked: Asked, words: Words) -> web.StreamResponse:
@@ -504,6 +504,7 @@ class ModelWorker:
 
     async def _fetch(self, order: Order, transfer: Transfer) -> Cache:
         self._pulls += 1
+        self.transfers.add(transfer)
         try:
             parts = await self._fetcher.fetch(order, transfer)
             self.metrics.fetched(transfer)
@@ -512,7 +513,6 @@ class ModelWorker:
             raise
         finally:
             self._pulls -= 1
-            self.transfers.add(transfer)
         try:
             return await self._thread.call(self.model.load, parts)
         except ValueError as error:
