@@ -100,26 +100,34 @@ def test_about_one_layers_share_is_left_at_the_end(linked: Linked) -> None:
     async def work() -> None:
         layout, tokens, prompts = layout_of(linked.model), TOKENS[linked.model], Prompts(17)
         async with direct() as session:
-            first = await _sent(linked, session, prompts.fresh(tokens), afterwards=True)
-            rate_bps = round(first["tensor_bytes"] * BITS_PER_BYTE / first["prefill_s"])
+            # the first one gets everything ready
+            warm = [await _sent(linked, session, prompts.fresh(tokens), afterwards=True) for _ in range(3)]
+            n_bytes, prefill_s = warm[0]["tensor_bytes"], min(record["prefill_s"] for record in warm)
+            rate_bps = round(n_bytes * BITS_PER_BYTE / prefill_s)
             linked.net.set_rate(rate_bps)
-            whole_s = first["tensor_bytes"] * BITS_PER_BYTE / rate_bps
+            whole_s = n_bytes * BITS_PER_BYTE / rate_bps
             share_s = whole_s / layout.n_layers
             after = await _sent(linked, session, prompts.fresh(tokens), afterwards=True)
             overlapped = [
-                await _sent(linked, session, prompts.fresh(tokens), afterwards=False) for _ in range(3)
+                await _sent(linked, session, prompts.fresh(tokens), afterwards=False) for _ in range(5)
             ]
         tails_s = [record["tail_s"] for record in overlapped]
-        tail_s = statistics.median(tails_s)
+        prefills_s = [record["prefill_s"] for record in overlapped]
         say(
-            f"{linked.model}: {first['tensor_bytes']:,} B over {rate_bps / 1e6:.1f} Mbit/s, prefill "
-            f"{statistics.median(r['prefill_s'] for r in overlapped):.2f} s, the whole transfer {whole_s:.2f} s, one of "
-            f"{layout.n_layers} layers' share {share_s:.2f} s: layer by layer {', '.join(f'{s:.2f}' for s in tails_s)} s "
-            f"left after the prefill, {after['tail_s']:.2f} s when fetched afterwards"
+            f"{linked.model}: {n_bytes:,} B over {rate_bps / 1e6:.1f} Mbit/s take {whole_s:.2f} s, one of "
+            f"{layout.n_layers} layers' share {share_s:.2f} s; prefills of {_list(prefills_s)} s left a tail of "
+            f"{_list(tails_s)} s layer by layer; fetched afterwards it is {after['tail_s']:.2f} s"
         )
         # what was fetched afterwards took the link's whole time: the link is really that slow
         assert after["tail_s"] > 0.7 * whole_s
-        assert tail_s < 2.0 * share_s + 0.1
-        assert tail_s < 0.6 * after["tail_s"]
+        # a prefill that the machine gave more of its time to ended before the link could keep up
+        behind_s = [max(whole_s - prefill_s, 0.0) for prefill_s in prefills_s]
+        left_s = statistics.median(tail - behind for tail, behind in zip(tails_s, behind_s, strict=True))
+        assert left_s < 2.0 * share_s + 0.1
+        assert statistics.median(tails_s) < 0.6 * after["tail_s"]
 
     run(work, 300.0)
+
+
+def _list(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)

@@ -153,6 +153,10 @@ class ModelWorker:
         """Its address."""
         return f"http://{self.settings.host}:{self.port}"
 
+    @property
+    def _announced_port(self) -> int:
+        return self.settings.kv_announced_port or self.store.port
+
     # ------------------------------------------------------------------ every request
 
     @web.middleware
@@ -203,7 +207,7 @@ class ModelWorker:
         return web.Response(body=m.page(), content_type="text/plain")
 
     async def _query(self, request: web.Request) -> web.Response:
-        return web.json_response({"0": {"engine_id": self.engine_id, "kv_port": self.store.port}})
+        return web.json_response({"0": {"engine_id": self.engine_id, "kv_port": self._announced_port}})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self.model.name, "object": "model", "max_model_len": self.model.max_model_len}
@@ -385,7 +389,7 @@ class ModelWorker:
             "remote_engine_id": self.engine_id,
             "remote_request_id": staged.request_id,
             "remote_host": self.settings.kv_host or self.settings.host,
-            "remote_port": self.store.port,
+            "remote_port": self._announced_port,
             "tp_size": 1,
             "remote_num_tokens": staged.tokens,
             "transfer_mode": "pull",
