@@ -270,18 +270,21 @@ async def _ready(router: Router) -> None:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """The table of a demonstration."""
-    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", "Gbit/s", "moves", "failed")
+    rates_bps = [row.link_bytes * 8 / row.elapsed_s if row.elapsed_s else math.nan for row in rows]
+    small = max(rates_bps, default=0.0) < 1e8
+    unit, unit_bps = ("Mbit/s", 1e6) if small else ("Gbit/s", 1e9)
+    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", unit, "moves", "failed")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
+    for row, rate_bps in zip(rows, rates_bps, strict=True):
         n = len(row.ttft_s)
         values = [float(np.mean(row.ttft_s)), *np.percentile(row.ttft_s, [50, 90])] if n else [math.nan] * 3
         table.add_row(
             row.name,
             f"{row.remote / n:.0%}" if n else "-",
             *(f"{v:.2f}" for v in values),
-            f"{row.link_bytes * 8 / 1e9 / row.elapsed_s:.2f}" if row.elapsed_s else "-",
+            f"{rate_bps / unit_bps:.2f}" if row.elapsed_s else "-",
             str(row.moves) if isinstance(row.decision, str) else "-",
             str(row.failed),
         )

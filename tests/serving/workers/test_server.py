@@ -225,7 +225,7 @@ async def refused(b: Bench, handed: dict[str, Any], ids: list[int] = PROMPT) -> 
 
 def test_wrong_handles_are_told_apart() -> None:
     async def work() -> None:
-        async with bench(PAIR, models={"x": StubModel(fingerprint="other")}) as b:
+        async with bench(PAIR) as b:
             handed = await b.prefilled("p", PROMPT)
             cases = [
                 ({**handed, "remote_engine_id": "e"}, PROMPT, "foreign_handle: "),
@@ -311,7 +311,7 @@ async def tampering(port: int, how: str) -> AsyncIterator[int]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("lost", "layer 1: tokens 16..24 after 8"),
+        ("lost", "layer 3: tokens 8..16 after 0"),
         ("broken", "the connection ended within a frame"),
         ("moved", "tokens 1..8 after 0"),
         ("rubbish", "not safetensors"),
@@ -324,7 +324,7 @@ def test_half_a_cache_is_never_decoded_from(how: str, words: str) -> None:
             async with tampering(handed["remote_port"], how) as port:
                 status, message = await refused(b, {**handed, "remote_port": port})
             assert status == 500
-            assert words in message or how == "lost"
+            assert words in message
             # the staged cache is still whole
             good = {**asked(PROMPT), "kv_transfer_params": handed}
             status, _, answer = await b.post("d", COMPLETIONS, good)
