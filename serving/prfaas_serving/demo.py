@@ -81,8 +81,10 @@ class Stage(Protocol):
 
     time_scale: float
     """Real seconds per second of the scenario."""
-    body: Callable[[int, int, int], dict[str, Any]] | None
-    """As for `load`."""
+
+    @property
+    def body(self) -> Callable[[int, int, int], dict[str, Any]] | None:
+        """As `body_of` of `load`."""
 
     async def start(self) -> None:
         """Start them. PrfaasError: they do not come up."""
