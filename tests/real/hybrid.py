@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,8 +17,7 @@ import aiohttp
 from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
 from prfaas_env.profiles.kv import KVLayout
 from prfaas_serving import workers
-from tests.real.engines import Engine
-from tests.real.processes import free_port
+from tests.real.engines import START_S, Engine
 
 #: The workers' environment and where models and logs go; `make test-hybrid` sets both.
 ENVIRONMENT = Path(os.environ.get("PRFAAS_HYBRID_ENV", ".envs/hybrid")).absolute()
@@ -88,9 +89,14 @@ class HybridEngine(Engine):
 
     values: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def _ports(self) -> Path:
+        return FOLDER / f"{self.name}.ready.json"
+
     def start(self, port: int | None = None) -> None:
-        """Start it, at a free port if none is given; `ready` tells when it is up."""
-        self.port = free_port() if port is None else port
+        """Start it, at a port of its own choice if none is given; `ready` tells when it is up."""
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        self._ports.unlink(missing_ok=True)
         command = [
             *([] if self.namespace is None else ["ip", "netns", "exec", self.namespace]),
             *(
@@ -100,10 +106,22 @@ class HybridEngine(Engine):
                 "--model",
                 str(self.model),
             ),
-            *("--role", self.role, "--host", self.host, "--port", str(self.port)),
+            *("--role", self.role, "--host", self.host, "--port", str(port or 0)),
+            *("--ready-file", str(self._ports)),
             *(part for name, value in self.values.items() for part in ("--set", f"{name}={value}")),
         ]
         self.run(command, {"OMP_NUM_THREADS": "1"}, FOLDER / f"{self.name}.log")
+
+    async def ready(self, session: aiohttp.ClientSession) -> None:
+        """Wait for its ports, then until it answers; RuntimeError with the end of its log if it does not."""
+        end_s = time.monotonic() + START_S
+        while not self._ports.exists():
+            assert self.process is not None
+            if self.process.poll() is not None or time.monotonic() > end_s:
+                raise RuntimeError(f"worker {self.name} did not start:\n{self.tail()}")
+            await asyncio.sleep(0.1)
+        self.port = json.loads(self._ports.read_text(encoding="utf-8"))["port"]
+        await super().ready(session)
 
     async def transfers(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """Its record of transfers."""

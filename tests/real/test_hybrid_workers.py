@@ -194,8 +194,9 @@ def test_the_prefill_worker_is_killed_in_mid_prefill(trio: Trio) -> None:
                 task.cancel()
             assert reply.status == 200, reply.body
             assert reply.headers["X-Prfaas-Route"] == "local"
-            record = [t for t in await trio.decode.transfers(live.session) if t["outcome"] == "failed"][-1]
-            assert record["parts"] > 0
+            # the router has it tried once more, to release what nobody can release any more
+            records = await trio.decode.transfers(live.session)
+            (record,) = [t for t in records if t["outcome"] == "failed" and t["parts"]]
             assert record["tensor_bytes"] < layout_of(trio.model).transfer_bytes(1499)
             say(
                 f"{trio.model}: prefill worker killed with {record['parts']} parts over ({record['error']}); "
