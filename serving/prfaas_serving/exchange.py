@@ -36,7 +36,7 @@ from prfaas_serving.backends.vllm_mooncake import NoEngineId
 from prfaas_serving.cache_index import Blocks, blocks_of
 from prfaas_serving.choice import Cached, Choice, Route
 from prfaas_serving.fleet import Attempt, NoWorker, Pool, Worker
-from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Handle, Outcome
+from prfaas_serving.forward import REFUSED_CODES, Ended, Forwarder, Handle, Legs, Outcome
 from prfaas_serving.length import Prompt
 from prfaas_serving.paths import Flow as LinkFlow
 from prfaas_serving.requests import (
@@ -89,6 +89,7 @@ class Exchange:
         self.refused: str | None = None
         """Code of the refusal that the client got."""
         self.usage: dict[str, Any] | None = None
+        self.legs = Legs()
         self.forced: Route | None = None
         """For canaries: take this route and no other."""
         self._prompt: Prompt | None = None
@@ -238,6 +239,10 @@ class Exchange:
         )
         self._prefill_tries += 1
         self.phase = "prefill"
+        legs, worker = self.legs, self._prefill.worker
+        legs.prefill_cluster, legs.prefill_worker = worker.cluster, worker.name
+        legs.prefill_sent_s, legs.prefill_end_s = self._prefill.sent_s, None
+        legs.prefill_ahead = len(worker.assigned) - 1
 
     async def _take_decode(self) -> Worker:
         f = self._f
@@ -377,6 +382,8 @@ class Exchange:
         place.worker.answered()
         place.worker.probed = True
         f.fleet.release(place)
+        if f.backend.flow is not Flow.SINGLE:
+            self.legs.prefill_end_s = time.monotonic()
         if f.index is not None and self._blocks is not None:
             f.index.store(f.chooser.cache_key(place.worker), self._blocks)
 
@@ -518,6 +525,7 @@ class Exchange:
             LegFailure: nothing of it may have reached the client.
         """
         f = self._f
+        self.legs.decode_worker, self.legs.decode_sent_s = worker.name, time.monotonic()
         if not self.job.stream:
             deadline_s += self._generation_s()
         try:
@@ -985,10 +993,20 @@ class Exchange:
             remote=choice.route.kind == "remote",
             ttft_s=self.first_token_s - self.started_s if self.first_token_s else None,
             tpot_s=self.tpot_s,
+            legs=self._legs(),
         )
         now_s = time.monotonic()
         for listener in self._f.listeners:
             listener.ended(now_s, ended)
+
+    def _legs(self) -> Legs:
+        """When its legs ran; a prefill whose cache was not used is none of the answer's."""
+        legs = self.legs
+        legs.attempts = max(self.number, 1)
+        if self.route.kind == "alone":
+            legs.prefill_cluster = legs.prefill_worker = None
+            legs.prefill_sent_s = legs.prefill_ahead = legs.prefill_end_s = None
+        return legs
 
     async def _late(self, task: asyncio.Task[dict[str, Any]], place: Attempt | None) -> None:
         """The client left during a prefill leg: stop it, unless it has ended or is just about to."""
