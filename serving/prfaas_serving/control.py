@@ -625,7 +625,6 @@ class ControlLoop:
             decode_worker=legs.decode_worker,
             decode_sent_ns=ns(legs.decode_sent_s),
             kv_bytes=legs.kv_bytes,
-            kv_s=None if legs.kv_s is None else legs.kv_s / self.clock.time_scale,
         )
 
     def _write(self, line: DecisionLine | RequestLine | ConversionLine | EventLine) -> None:

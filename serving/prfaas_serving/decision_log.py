@@ -220,8 +220,6 @@ class LegTimes:
     decode_sent_ns: Ns | None = None
     kv_bytes: Count | None = None
     """Bytes of KV fetched, where the decode worker says it."""
-    kv_s: Annotated[float, Field(ge=0)] | None = None
-    """Time of the fetching, where it says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,8 @@ from prfaas_serving.upstream import ILL, LegFailure
 log = logging.getLogger("prfaas_serving.exchange")
 
 
+#: Where a decode worker says how many bytes of KV it fetched (the project's own worker does).
+KV_BYTES_HEADER = "X-Prfaas-Kv-Bytes"
 #: After a failed decode leg, how long its partner may take to say that it failed first.
 _BLAME_S = 0.05
 #: How long a prefill leg whose client has left may take to hand over a name for what it staged. Cut off in the moment
@@ -537,6 +539,7 @@ class Exchange:
                 if response.status >= 400:
                     raise await f.upstream.refuse(response, "decode")
                 headers = answer_headers(response.headers, f.addresses())
+                self.legs.kv_bytes = _whole(response.headers.get(KV_BYTES_HEADER))
                 if not self.job.body:
                     self._first_token()  # another route: its answer is passed on as it is
                     return Answer(response, response.status, headers, None)
@@ -1031,6 +1034,11 @@ class Exchange:
             handle = Handle(place.worker, handover)
             f.hold(handle)
             f.release(handle, self.job, self.attempt_id)
+
+
+def _whole(text: str | None) -> int | None:
+    """A whole number of a header, None if it is none."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def _read(task: asyncio.Task[Any]) -> None:

@@ -54,8 +54,6 @@ class Legs:
     decode_sent_s: float | None = None
     kv_bytes: int | None = None
     """Bytes of KV that the decode worker says it fetched, where its answer tells it."""
-    kv_s: float | None = None
-    """Seconds that it says the fetching took."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,6 @@ def of_log(log: Log) -> Measured:
             f"{int(early.sum())} requests had their decode leg sent before the prefill was over: what they tell of the "
             "link is not used"
         )
-    kv_s = np.array([math.nan if legs.kv_s is None else legs.kv_s for _, legs in used])
     told = np.array([math.nan if legs.kv_bytes is None else legs.kv_bytes for _, legs in used])
     return Measured(
         where=str(log.path),
@@ -204,7 +203,7 @@ def of_log(log: Log) -> Measured:
         handover_s=handover,
         with_step=True,
         alone=_alone_on_link(every, used, remote_names),
-        n_bytes=np.where(np.isnan(kv_s) & ~remote, math.nan, told),
+        n_bytes=told,
         batch=_batches(every, used),
         left_out=left,
         notes=tuple(notes),

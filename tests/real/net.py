@@ -52,9 +52,9 @@ class ShapedNetwork:
     def _inside(self, *command: str) -> str:
         return _run("ip", "netns", "exec", self.namespace, *command)
 
-    def set_rate(self, rate_bps: int) -> None:
-        """Capacity of the link from the namespace to here, bit/s."""
-        shape = ("tbf", "rate", f"{rate_bps}bit", "burst", BURST, "latency", "200ms")
+    def set_rate(self, rate_bps: int, burst: str = BURST, queue: str = "200ms") -> None:
+        """Capacity of the link from the namespace to here, bit/s; `queue` is the longest wait in front of it."""
+        shape = ("tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", queue)
         self._inside("tc", "qdisc", "replace", "dev", self.far, "root", *shape)
 
     def cut(self) -> None:
