@@ -8,7 +8,7 @@ The families of the catalogue are understood, in their own spelling:
 | latent attention (DeepSeek, Kimi, Ring) | `kv_lora_rank`, `qk_rope_head_dim` |
 | sliding windows | `layer_types`; `hybrid_layer_pattern`, `swa_*` (MiMo); `sliding_window_pattern` (Gemma) |
 | gated delta net (Qwen3-Next, Qwen3.5) | `layer_types` or `full_attention_interval`, `linear_*` |
-| KDA (Kimi Linear) | `linear_attn_config` with 1-based (or 0-based) layer lists |
+| KDA (Kimi Linear) | `linear_attn_config` with 1-based (or 0-based) layer lists; `layer_types`, `linear_num_heads` |
 | lightning or KDA (Bailing, Ring) | `layer_group_size`, `short_conv_kernel_size` where it is KDA |
 | lightning (MiniMax-01, M1) | `attn_type_list` or `layer_types` |
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.profiles.geometry import (
@@ -426,6 +426,10 @@ def _linear_group(config: _Config, layers: int, state_dtype_bytes: int, conv_dty
         heads, head_dim = part.count("num_heads"), part.count("head_dim")
         kernel = part.count("short_conv_kernel_size")
         return _kda_group(layers, heads, head_dim, kernel, state_dtype_bytes, conv_dtype_bytes)
+    if config.get("linear_num_heads") is not None:  # the same model as transformers writes it
+        heads, head_dim = config.count("linear_num_heads"), config.count("linear_head_dim")
+        kernel = config.count("linear_conv_kernel_dim")
+        return _kda_group(layers, heads, head_dim, kernel, state_dtype_bytes, conv_dtype_bytes)
     if config.get("linear_num_value_heads") is not None:
         return _gated_delta_group(config, layers, state_dtype_bytes, conv_dtype_bytes)
     if config.get("layer_group_size") is not None:
@@ -454,6 +458,30 @@ def _refuse_unsupported(config: _Config) -> None:
         raise config.error("attention_chunk_size", "not supported: chunked attention without layer_types")
 
 
+class _Dtypes(NamedTuple):
+    """As asked for; none = what the config says."""
+
+    kv_bytes: int | None
+    state_bytes: int | None
+    conv_bytes: int
+
+
+def _checked(source: ConfigSource) -> _Config:
+    content, where = _read(source)
+    config = _Config(content, where)
+    _refuse_unsupported(config)
+    return config
+
+
+def _group(config: _Config, kind: str, layers: int, dtypes: _Dtypes) -> LayerGroup:
+    """So many layers of a kind."""
+    if kind == "linear":
+        state = _state_dtype_bytes(config) if dtypes.state_bytes is None else dtypes.state_bytes
+        return _linear_group(config, layers, state, dtypes.conv_bytes)
+    kv = _kv_dtype_bytes(config) if dtypes.kv_bytes is None else dtypes.kv_bytes
+    return _full_group(config, layers, kv) if kind == "full" else _sliding_group(config, layers, kv)
+
+
 def geometry_from_hf_config(
     source: ConfigSource,
     *,
@@ -474,20 +502,29 @@ def geometry_from_hf_config(
     Raises:
         PrfaasError: naming the file and the field that is missing, wrong or not supported.
     """
-    content, where = _read(source)
-    config = _Config(content, where)
-    _refuse_unsupported(config)
+    config = _checked(source)
     kinds = _layer_kinds(config, config.count("num_hidden_layers"))
-    groups: list[LayerGroup] = []
-    kv = _kv_dtype_bytes(config) if kv_dtype_bytes is None else kv_dtype_bytes
-    if "full" in kinds:
-        groups.append(_full_group(config, kinds.count("full"), kv))
-    if "sliding" in kinds:
-        groups.append(_sliding_group(config, kinds.count("sliding"), kv))
-    if "linear" in kinds:
-        state = _state_dtype_bytes(config) if state_dtype_bytes is None else state_dtype_bytes
-        groups.append(_linear_group(config, kinds.count("linear"), state, conv_dtype_bytes))
-    return AttentionGeometry(groups=tuple(groups))
+    dtypes = _Dtypes(kv_dtype_bytes, state_dtype_bytes, conv_dtype_bytes)
+    # in this order in every geometry
+    named = [kind for kind in ("full", "sliding", "linear") if kind in kinds]
+    return AttentionGeometry(groups=tuple(_group(config, kind, kinds.count(kind), dtypes) for kind in named))
+
+
+def layers_from_hf_config(
+    source: ConfigSource,
+    *,
+    kv_dtype_bytes: int | None = None,
+    state_dtype_bytes: int | None = None,
+    conv_dtype_bytes: int = 2,
+) -> tuple[LayerGroup, ...]:
+    """What each layer keeps, in order: groups of one layer, which add up to `geometry_from_hf_config`.
+
+    Arguments and errors as there.
+    """
+    config = _checked(source)
+    dtypes = _Dtypes(kv_dtype_bytes, state_dtype_bytes, conv_dtype_bytes)
+    kinds = _layer_kinds(config, config.count("num_hidden_layers"))
+    return tuple(_group(config, kind, 1, dtypes) for kind in kinds)
 
 
 def kv_layout_from_hf_config(

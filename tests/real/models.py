@@ -9,16 +9,17 @@ from pathlib import Path
 
 from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
 from prfaas_env.profiles.kv import KVLayout
+from prfaas_serving import workers
 from tests.real.engines import ENVIRONMENT, FOLDER
 
 
 @cache
 def _written() -> Path:
     folder = FOLDER / "models"
-    script = Path(__file__).parent / "tiny_models.py"
+    script = Path(workers.__file__).parent / "tiny_models.py"
     settings = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [str(ENVIRONMENT / "bin" / "python"), str(script), str(folder)],
+        [str(ENVIRONMENT / "bin" / "python"), str(script), str(folder), "dense", "hybrid"],
         env={**settings, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -1,13 +1,13 @@
 """Tiny models with random weights and their tokenizer, written on the spot.
 
-Runs in the engine's environment, which has torch and transformers: `python tiny_models.py FOLDER`. Writes
-FOLDER/dense (Llama, fp32) and FOLDER/hybrid (Qwen3-Next: three gated delta net layers and one of full attention).
-Nothing is downloaded; the same seed gives the same weights.
+Runs in an engine's environment, which has torch and transformers but not this project: `python tiny_models.py FOLDER
+NAME...`. Writes FOLDER/NAME for each name of `MAKERS`. Nothing is downloaded; the same seed gives the same weights.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,12 @@ def dense() -> Any:
 
 
 def hybrid() -> Any:
-    """Three recurrent layers with a state of fixed size, then one of full attention, in bf16."""
+    """Qwen3-Next in bf16, for engines whose kernels need it."""
+    return qwen3_next().to(torch.bfloat16)
+
+
+def qwen3_next() -> Any:
+    """Three gated delta net layers with a state of fixed size, then one of full attention, in fp32."""
     config = Qwen3NextConfig(
         **SHAPE,
         num_hidden_layers=4,
@@ -95,12 +100,47 @@ def hybrid() -> Any:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    return Qwen3NextForCausalLM(config).to(torch.bfloat16)
+    return Qwen3NextForCausalLM(config).float()
 
 
-def main(folder: str) -> None:
-    """Write both models."""
-    for name, make in (("dense", dense), ("hybrid", hybrid)):
+def kimi_linear() -> Any:
+    """Three layers of Kimi delta attention, then one of latent attention, in fp32."""
+    # not in every engine's version of transformers
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    config = KimiLinearConfig(
+        **SHAPE | {"num_key_value_heads": 4},
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        linear_num_heads=4,
+        linear_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        pad_token_id=1,
+    )
+    return KimiLinearForCausalLM(config).float()
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "dense": dense,
+    "hybrid": hybrid,
+    "qwen3-next": qwen3_next,
+    "kimi-linear": kimi_linear,
+}
+
+
+def main(folder: str, names: Sequence[str]) -> None:
+    """Write models."""
+    for name in names:
+        make = MAKERS[name]
         torch.manual_seed(7)
         # larger than usual, so that the next token depends on the prompt and near ties are rare
         model = make()
@@ -112,4 +152,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
