@@ -30,12 +30,15 @@ import yaml
 
 from prfaas_env.base import PrfaasError, write_whole
 from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
+from prfaas_env.profiles.kv import KVLayout
+from prfaas_env.profiles.latency import DecodeProfile, PrefillPolynomial
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.world import draw_world
 from prfaas_env.workload.requests import RequestTable
 from prfaas_serving.app import Router
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.decision_log import read_log
+from prfaas_serving.fake.spec import FakeSpec
 from prfaas_serving.fitting import Fitted, fit_deployment, write_fitted
 from prfaas_serving.measured import of_log
 from tests.real.net import FAR, NEAR, ShapedNetwork
@@ -68,6 +71,11 @@ LOOK_TOKENS = (256, 512, 256, 512, 1024, 2048, 1024, 2048, 512)
 #: A small bucket and a short queue: the link is then as near to a plain rate as a token bucket can be.
 BURST, QUEUE = "64kb", "20ms"
 START_S = 180.0
+#: Workers that do not compute: what they take is known, so they show the method without the noise of the machine.
+FAKE = "fake"
+FAKE_PREFILL = PrefillPolynomial(c0_s=0.03, c1_s_per_token=1.6e-4, c2_s_per_token2=2e-8, source="known")
+FAKE_DECODE = DecodeProfile(a_s=0.012, b_s_per_sequence=0.001, slots=64, source="known")
+FAKE_KV = KVLayout(fixed_bytes=220_000, bytes_per_token=1024, n_layers=4)
 
 
 # ------------------------------------------------------------------------------------ the machine
@@ -133,28 +141,40 @@ class WorkerProcess:
     pid: int = 0
     port: int = 0
 
-    def start(self, python: str, model: Path, folder: Path) -> None:
-        """Start it; `wait` tells when it serves."""
+    def _model_command(self, python: str, model: Path, ready: Path) -> list[str]:
+        """A worker that runs a model."""
+        command = [python, "-m", "prfaas_serving.workers", "--model", str(model), "--role", self.role]
+        command += ["--host", self.host, "--port", "0", "--ready-file", str(ready)]
+        return [*command, "--set", "answers=finished"]
+
+    def _fake_command(self, ready: Path) -> list[str]:
+        """A worker that sleeps for as long as a known profile says, and sends as many bytes."""
+        spec = FakeSpec(
+            name=self.name,
+            model="tiny",
+            role="prefill" if self.role == "prefill" else "decode",
+            host=self.host,
+            kv_host=self.host,
+            prefill=FAKE_PREFILL,
+            decode=FAKE_DECODE,
+            kv=FAKE_KV,
+        )
+        specs = ready.with_name(f"{self.name}.specs.json")
+        write_whole(specs, json.dumps([spec.model_dump(mode="json")]))
+        return [sys.executable, "-m", "prfaas_serving.fake", str(specs), str(ready)]
+
+    def start(self, python: str, model: Path | None, folder: Path) -> None:
+        """Start it; `wait` tells when it serves. Without a model it is a fake one."""
         ready = folder / f"{self.name}.ready.json"
         ready.unlink(missing_ok=True)
-        command = [python, "-m", "prfaas_serving.workers", "--model", str(model), "--role", self.role]
-        command += [
-            "--host",
-            self.host,
-            "--port",
-            "0",
-            "--ready-file",
-            str(ready),
-            "--set",
-            "answers=finished",
-        ]
+        command = self._fake_command(ready) if model is None else self._model_command(python, model, ready)
         if self.namespace is not None:
             command = ["ip", "netns", "exec", self.namespace, *command]
         cores = self.cores
         with (folder / f"{self.name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # fake workers end with it
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -176,7 +196,8 @@ class WorkerProcess:
                 tail = self._log.read_text(errors="replace")[-500:]
                 raise PrfaasError(f"worker {self.name} did not start: {' '.join(tail.split())}")
             time.sleep(0.2)
-        self.port = json.loads(self._ready.read_text())["port"]
+        told = json.loads(self._ready.read_text())
+        self.port = told["port"] if "port" in told else told[self.name][0]
         self.pid = self.process.pid  # `ip netns exec` becomes the worker
 
     def kill(self) -> None:
@@ -188,7 +209,9 @@ class WorkerProcess:
 
 
 @contextlib.contextmanager
-def deployment(python: str, model: Path, folder: Path) -> Iterator[tuple[list[WorkerProcess], ShapedNetwork]]:
+def deployment(
+    python: str, model: Path | None, folder: Path
+) -> Iterator[tuple[list[WorkerProcess], ShapedNetwork]]:
     """The three workers and the link; all of it is taken down again."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -260,7 +283,13 @@ class Study:
                 },
                 "limits": {"prefill_per_worker": 1, "queue": 100_000},
                 "deadlines": {"queue_s": 600.0, "prefill_floor_s": 120.0, "transfer_floor_s": 60.0},
-                "health": {"ramp_s": 0.0, "probe_s": 1.0, "load_poll_s": 2.0, "canary": False},
+                "health": {
+                    "ramp_s": 0.0,
+                    "probe_s": 1.0,
+                    "probe_timeout_s": 10.0,
+                    "load_poll_s": 2.0,
+                    "canary": False,
+                },
                 "cache": {"enabled": False},
                 "log_level": "error",
             }
@@ -274,7 +303,7 @@ class Study:
         router = Router(Resolved(self.config(scenario, policy, log)))
         await router.start()
         try:
-            end = time.monotonic() + 60.0
+            end = time.monotonic() + START_S
             while router.health.missing() or router.forwarder.open_requests:
                 if time.monotonic() > end:
                     raise PrfaasError(f"the workers are not ready: {', '.join(router.health.missing())}")
@@ -324,8 +353,11 @@ def _file(policy: str) -> str:
 
 
 async def _load(url: str, requests: RequestTable) -> tuple[int, list[float]]:
-    """Send requests at their times; (failed, first-token times). Prompts are random, so that none shares a prefix."""
-    luck = np.random.default_rng(np.random.SeedSequence(int(requests.input_tokens.sum())))
+    """Send requests at their times; (failed, first-token times).
+
+    No prompt was ever sent before, nor begins as another one does: a worker's own prefix cache has none of it.
+    """
+    luck = np.random.default_rng()
     bodies = [
         orjson.dumps(
             {
@@ -372,7 +404,7 @@ async def _load(url: str, requests: RequestTable) -> tuple[int, list[float]]:
 
 
 def base_scenario(
-    model: Path, seconds_at: dict[int, float], rate_rps: float, link_bps: float
+    name: str, layout: KVLayout, seconds_at: dict[int, float], rate_rps: float, link_bps: float
 ) -> dict[str, Any]:
     """What the router of the first run is told: a straight line through a first look, nominal rates."""
     slope, fixed = np.polyfit(list(seconds_at), list(seconds_at.values()), 1)
@@ -390,9 +422,9 @@ def base_scenario(
         "name": "sim_to_real_base",
         "description": "Three tiny workers on one machine.",
         "model": {
-            "name": model.name,
-            "kv": kv_layout_from_hf_config(model).model_dump(mode="json"),
-            "kv_source": "config.json",
+            "name": name,
+            "kv": layout.model_dump(mode="json"),
+            "kv_source": "as configured",
             "hardware": {"core": {"gpus": 1, **hardware}},
         },
         "deployment": {
@@ -422,12 +454,14 @@ def _lengths() -> np.ndarray:
     return np.clip(np.exp(luck.normal(math.log(MEDIAN_TOKENS), SIGMA, 20_000)), MIN_TOKENS, MAX_TOKENS)
 
 
-async def look(study: Study, model: Path) -> Path:
+async def look(study: Study, name: str, layout: KVLayout) -> Path:
     """A first look at the machine, which sets rate and link; kept as the base scenario."""
     path = study.folder / "base.yaml"
     if path.exists():
         return path
-    write_whole(path, yaml.safe_dump(base_scenario(model, {256: 0.1, 1024: 0.4}, 1.0, 1e8), sort_keys=False))
+    write_whole(
+        path, yaml.safe_dump(base_scenario(name, layout, {256: 0.1, 1024: 0.4}, 1.0, 1e8), sort_keys=False)
+    )
     await quiet(study.most_foreign, study.patience_s)
     study.net.set_rate(1_000_000_000)
     n = len(LOOK_TOKENS)
@@ -449,11 +483,12 @@ async def look(study: Study, model: Path) -> Path:
     known = sorted(seconds)
     slope, fixed = np.polyfit(known, [seconds[t] for t in known], 1)
     rate_rps = PREFILL_LOAD / float(np.maximum(fixed + slope * lengths, 1e-3).mean())
-    layout = kv_layout_from_hf_config(model)
     mean_bits = 8.0 * float(layout.transfer_bytes_array(lengths.astype(np.int64)).mean())
     link_bps = max(round(rate_rps * mean_bits / LINK_LOAD / 1e6), 1) * 1e6
     text = yaml.safe_dump(
-        base_scenario(model, seconds, round(rate_rps, 3), link_bps), sort_keys=False, allow_unicode=True
+        base_scenario(name, layout, seconds, round(rate_rps, 3), link_bps),
+        sort_keys=False,
+        allow_unicode=True,
     )
     write_whole(path, text)
     study.say(
@@ -488,9 +523,11 @@ async def fit(study: Study, base: Path, seconds: float) -> tuple[Fitted, Path, P
     return fitted, scenario, piece
 
 
-async def measure(study: Study, model: Path, pieces: int, seconds: float, fit_s: float) -> None:
+async def measure(
+    study: Study, name: str, layout: KVLayout, pieces: int, seconds: float, fit_s: float
+) -> None:
     """All runs that are still missing."""
-    base = await look(study, model)
+    base = await look(study, name, layout)
     link_bps = load_scenario(base).deployment.links[0].capacity_bps
     study.net.set_rate(round(link_bps), BURST, QUEUE)
     _, scenario, _ = await fit(study, base, fit_s)
@@ -542,13 +579,14 @@ def evaluate(folder: Path, seconds: float) -> dict[str, Any]:
     if not policies:
         raise PrfaasError(f"{folder}: no piece has been measured yet")
     workload: Any = scenario.workload
+    base = load_scenario(folder / "base.yaml")
     fit_piece = _kept(folder / "pieces" / "fit.json")
     assert fit_piece is not None
     return {
         "deployment": {
-            "model": scenario.model.kv_source and load_scenario(folder / "base.yaml").model.name,
+            "model": base.model.name,
             "rate_rps": workload.arrivals.rate_rps,
-            "link_bps": load_scenario(folder / "base.yaml").deployment.links[0].capacity_bps,
+            "link_bps": base.deployment.links[0].capacity_bps,
             "n_tokens_median": MEDIAN_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
             "piece_s": seconds,
@@ -584,7 +622,9 @@ def study(
     python: Annotated[
         str, typer.Option(help="Python of the workers' environment (torch, transformers).")
     ] = sys.executable,
-    model: Annotated[str, typer.Option(help="A name of tiny_models.py.")] = "qwen3-next",
+    model: Annotated[
+        str, typer.Option(help=f"A name of tiny_models.py; or {FAKE}: workers that sleep a known profile.")
+    ] = "qwen3-next",
     pieces: Annotated[int, typer.Option(min=1, help="Traces, each measured once per policy.")] = 5,
     seconds: Annotated[float, typer.Option(min=20, help="Length of a trace.")] = 60.0,
     fit_seconds: Annotated[float, typer.Option(min=20, help="Length of the run that is fitted.")] = 150.0,
@@ -600,10 +640,11 @@ def study(
         (out / name).mkdir(parents=True, exist_ok=True)
     if run:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and network are taken down
-        folder = _model(python, model, out)
+        folder = None if model == FAKE else _model(python, model, out)
+        layout = FAKE_KV if folder is None else kv_layout_from_hf_config(folder)
         with deployment(python, folder, out) as (workers, net):
             shared = Study(out, workers, net, most_foreign, patience)
-            asyncio.run(measure(shared, folder, pieces, seconds, fit_seconds))
+            asyncio.run(measure(shared, model, layout, pieces, seconds, fit_seconds))
     result = evaluate(out, seconds)
     write_whole(out / "result.json", json.dumps(result, indent=1) + "\n")
     for name, row in result["policies"].items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.scenarios import load_scenario
@@ -78,16 +79,11 @@ def test_only_pairs_that_are_apart_count_for_the_order() -> None:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """The base scenario of the study, with a model as its folder would have it."""
-    import yaml
-
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128})
-    )
+    """The base scenario of the study."""
     path = tmp_path / "base.yaml"
-    path.write_text(yaml.safe_dump(base_scenario(folder, {256: 0.05, 1024: 0.2}, 3.0, 2e7)))
+    path.write_text(
+        yaml.safe_dump(base_scenario("tiny", sim_to_real.FAKE_KV, {256: 0.05, 1024: 0.2}, 3.0, 2e7))
+    )
     return path
 
 
