@@ -280,6 +280,33 @@ def test_only_prefills_alone_at_their_worker_count(tmp_path: Path) -> None:
     }
 
 
+def test_transfers_that_share_the_link_are_told(tmp_path: Path) -> None:
+    """Two overlap, one has the link alone; a local hand-over meanwhile does not matter."""
+    lines = []
+    for sent_s, first_s, cluster in (
+        (1.0, 3.0, "prfaas0"),
+        (2.5, 4.0, "prfaas0"),
+        (5.0, 6.0, "prfaas0"),
+        (5.2, 5.5, "pd0"),
+    ):
+        legs = LegTimes(
+            attempts=1,
+            prefill_cluster=cluster,
+            prefill_worker=cluster,
+            prefill_sent_ns=round((sent_s - 0.5) * 1e9),
+            prefill_ahead=0,
+            prefill_end_ns=round(sent_s * 1e9),
+            decode_worker="d",
+            decode_sent_ns=round(sent_s * 1e9),
+        )
+        lines.append(
+            request(sent_s - 0.5, ttft_s=first_s - sent_s + 0.5, end_ns=round(first_s * 1e9), legs=legs)
+        )
+    measured = of_log(write(tmp_path / "router.log", tiny_header(), lines))
+    assert measured.alone.tolist() == [False, False, True, False]
+    assert measured.remote.tolist() == [True, True, True, False]
+
+
 # --------------------------------------------------------------------------- a router that runs
 
 

@@ -151,3 +151,24 @@ def test_mean_batch_and_overlaps_by_counting(spans: list[tuple[int, int]]) -> No
         others = [s for i, s in enumerate(spans) if i != k]
         if all(n for _, n in spans):
             assert shared[k] == any(b < begin + length and begin < b + n for b, n in others)
+
+
+@given(SEEDS)
+@settings(max_examples=15, deadline=None)
+def test_a_third_of_wrong_points_does_not_carry_the_fit_away(seed: int) -> None:
+    """Least squares from the start would: the wrong ones are 8 times too long, all among the short prompts."""
+    rng = np.random.default_rng(seed)
+    new = np.sort(lengths(rng))
+    seconds = 0.05 + 1e-4 * new
+    seconds[:60] *= 8.0
+    fitted, quality = fit_prefill(new, NONE, seconds)
+    np.testing.assert_allclose(fitted.seconds_array(new), 0.05 + 1e-4 * new, rtol=0.01)
+    assert quality.outliers == 60
+
+
+def test_points_that_count_share_the_noise() -> None:
+    """Half say 20 ms, half 20.1 ms: the least squares of the relative errors, by hand, lie between."""
+    seconds = np.array([0.02] * 4 + [0.0201] * 4)
+    fitted, _ = fit_step(np.ones(8), seconds, 8)
+    assert fitted.a_s == pytest.approx((1 / seconds).sum() / (1 / seconds**2).sum(), rel=1e-5)
+    assert 0.02004 < fitted.a_s < 0.02006
