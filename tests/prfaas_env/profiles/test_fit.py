@@ -28,10 +28,10 @@ def lengths(rng: np.random.Generator, n: int = 200) -> np.ndarray:
 
 
 def spoilt(rng: np.random.Generator, seconds: np.ndarray, noise: float, share: float) -> np.ndarray:
-    """Noise on every value; a share of them 2 to 6 times too long."""
+    """Noise on every value; of a share of them three in four are 2 to 6 times too long, the others next to nothing."""
     out = seconds * np.exp(rng.normal(0.0, noise, len(seconds)))
     wrong = rng.permutation(len(seconds))[: int(share * len(seconds))]
-    out[wrong] *= rng.uniform(2.0, 6.0, len(wrong))
+    out[wrong] *= np.where(np.arange(len(wrong)) % 4, rng.uniform(2.0, 6.0, len(wrong)), 1e-4)
     return out
 
 
@@ -167,8 +167,7 @@ def test_a_third_of_wrong_points_does_not_carry_the_fit_away(seed: int) -> None:
 
 
 def test_points_that_count_share_the_noise() -> None:
-    """Half say 20 ms, half 20.1 ms: the least squares of the relative errors, by hand, lie between."""
+    """Half say 20 ms, half 20.1 ms: they mean 20.05 ms."""
     seconds = np.array([0.02] * 4 + [0.0201] * 4)
     fitted, _ = fit_step(np.ones(8), seconds, 8)
-    assert fitted.a_s == pytest.approx((1 / seconds).sum() / (1 / seconds**2).sum(), rel=1e-5)
-    assert 0.02004 < fitted.a_s < 0.02006
+    assert fitted.a_s == pytest.approx(0.02005, rel=1e-5)
