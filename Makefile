@@ -2,6 +2,7 @@
 # Variables: PYTHON       interpreter for .venv (default: the first of the candidates below that is 3.11 or newer)
 #            TORCH_INDEX  package index that torch alone comes from (default: none, your own pip settings)
 #            WORKERS      test processes (default: 2; 0: all in one process, needed for a debugger)
+#            REAL         REAL=1: demo-serving on real model workers instead of fakes
 #            ARGS         more arguments for pytest, for example ARGS="tests/test_layers.py -x"
 
 VENV := .venv
@@ -16,6 +17,10 @@ ARGS ?=
 VLLM_ENV := .envs/vllm
 VLLM_STAMP := $(VLLM_ENV)/.installed
 VLLM_LIST := tests/real/vllm-requirements.txt
+HYBRID_ENV := .envs/hybrid
+HYBRID_STAMP := $(HYBRID_ENV)/.installed
+HYBRID_LIST := tests/real/hybrid-requirements.txt
+REAL ?=
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 # One thread per process and a fixed hash seed, so that a test run is the same everywhere.
 TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
@@ -23,7 +28,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm fuzz lint format constraints clean
+.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm test-hybrid sim-to-real fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -52,8 +57,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Run the demonstration; its results go to runs/demo
 	$(VENV)/bin/prfaas demo --out runs/demo
 
-demo-serving: install ## Run the router on a fake cluster: thresholds, margins, policies
-	$(PY) -m prfaas_serving.demo
+demo-serving: install $(if $(REAL),$(HYBRID_STAMP)) ## Run the router on a fake cluster: thresholds, margins, policies (REAL=1: on real workers)
+	$(PY) -m prfaas_serving.demo$(if $(REAL),_real --environment $(HYBRID_ENV))
 
 bench: install ## Measure speed and memory against the targets (results: runs/bench.json)
 	mkdir -p runs
@@ -77,6 +82,22 @@ $(VLLM_STAMP): $(VLLM_LIST) | $(STAMP)
 	$(if $(TORCH_INDEX),$(VLLM_ENV)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
 		$$(grep '^torch==' $(VLLM_LIST)))
 	$(VLLM_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r $(VLLM_LIST)
+	@touch $@
+
+test-hybrid: install $(HYBRID_STAMP) ## Run the project's own hybrid model workers behind the router (own environment of 1.6 GB in .envs/hybrid)
+	$(TEST_ENV) PRFAAS_REAL=1 PRFAAS_HYBRID_ENV=$(HYBRID_ENV) PRFAAS_HYBRID_FOLDER=runs/hybrid \
+		$(PY) -m pytest -n 0 -v --durations=5 tests/real/test_hybrid_*.py $(ARGS)
+
+sim-to-real: install $(HYBRID_STAMP) ## Fit on one run of real workers, predict and measure others (root, two quiet cores, an hour; resumes in runs/sim-to-real)
+	$(TEST_ENV) $(PY) -m tests.real.sim_to_real --python $(HYBRID_ENV)/bin/python $(ARGS)
+
+# The project itself is installed without anything else: the list is its dependencies.
+$(HYBRID_STAMP): $(HYBRID_LIST) | $(STAMP)
+	$(PY) -m venv --clear $(HYBRID_ENV)
+	$(if $(TORCH_INDEX),$(HYBRID_ENV)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) \
+		$$(grep '^torch==' $(HYBRID_LIST)))
+	$(HYBRID_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r $(HYBRID_LIST)
+	$(HYBRID_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 fuzz: install ## Compare the engines on random worlds (MINUTES=10, FIRST=1000000)

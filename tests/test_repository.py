@@ -72,32 +72,45 @@ def test_other_paths_are_not_machine_paths() -> None:
     assert machine_paths(b"C:" + b"\\Users\\someone") != []
 
 
-def _pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+#: Extras that stand in environments of their own, and the frozen lists of these.
+APART = {"workers": "tests/real/hybrid-requirements.txt"}
+
+
+def _pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     pins = {}
     for line in lines:
         if line.startswith("#"):
             continue
         # Nothing but a name and a public version: no address, no path, no build tag such as +cpu.
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9a-z.]*)", line)
-        assert match, f"constraints.txt: not a plain pin: {line!r}"
+        assert match, f"{file}: not a plain pin: {line!r}"
         name = canonicalize_name(match[1])
-        assert name not in pins, f"constraints.txt: {name} is pinned twice"
+        assert name not in pins, f"{file}: {name} is pinned twice"
         pins[name] = match[2]
     return pins
 
 
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     project = PROJECT["project"]
-    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    pins = _pins()
+    extras = project["optional-dependencies"]
+    here = chain(*(extras[extra] for extra in extras if extra not in APART))
+    groups = [("constraints.txt", [*project["dependencies"], *here])]
+    groups += [
+        (file, [*project["dependencies"], *extras["serving"], *extras[extra]])
+        for extra, file in APART.items()
+    ]
     own = canonicalize_name(project["name"])
-    for requirement in map(Requirement, wanted):
-        name = canonicalize_name(requirement.name)
-        if name != own:
-            assert name in pins, f"constraints.txt: {name} is not pinned"
-            assert requirement.specifier.contains(pins[name]), f"{requirement} against {name}=={pins[name]}"
-    assert own not in pins
+    for file, wanted in groups:
+        pins = _pins(file)
+        for requirement in map(Requirement, wanted):
+            name = canonicalize_name(requirement.name)
+            if name != own:
+                assert name in pins, f"{file}: {name} is not pinned"
+                assert requirement.specifier.contains(pins[name]), (
+                    f"{requirement} against {name}=={pins[name]} of {file}"
+                )
+        assert own not in pins
 
 
 def test_every_room_is_packaged_and_typed() -> None:

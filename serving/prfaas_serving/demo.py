@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import aiohttp
 import numpy as np
@@ -61,15 +61,42 @@ class Row:
         return "always remote" if threshold == 0 else f"threshold {threshold:,.0f}"
 
 
-def decisions(policies: Sequence[str] = ()) -> list[ClusterDecision | str]:
+def decisions(
+    policies: Sequence[str] = (),
+    thresholds: Sequence[float] = THRESHOLDS,
+    margins: Sequence[float] = MARGINS,
+) -> list[ClusterDecision | str]:
     """The rows of the table: fixed decisions, the policies that are installed, and further ones."""
     installed = policy_names()
     return [
-        *(ClusterDecision(threshold_tokens=t) for t in THRESHOLDS),
-        *(ClusterDecision(margin_s=m) for m in MARGINS),
+        *(ClusterDecision(threshold_tokens=t) for t in thresholds),
+        *(ClusterDecision(margin_s=m) for m in margins),
         *(name for name in POLICIES if name in installed),
         *policies,
     ]
+
+
+class Stage(Protocol):
+    """The workers that a demonstration runs on."""
+
+    time_scale: float
+    """Real seconds per second of the scenario."""
+
+    @property
+    def body(self) -> Callable[[int, int, int], dict[str, Any]] | None:
+        """As `body_of` of `load`."""
+
+    async def start(self) -> None:
+        """Start them. PrfaasError: they do not come up."""
+
+    async def close(self) -> None:
+        """End them."""
+
+    def config(self, policy: str | None) -> RouterConfig:
+        """A router in front of them."""
+
+    async def carried_bytes(self) -> float:
+        """Bytes of KV that have crossed the link."""
 
 
 async def load(
@@ -79,20 +106,37 @@ async def load(
     row: Row,
     number: int,
     output_tokens: Sequence[int] | None = None,
+    body_of: Callable[[int, int, int], dict[str, Any]] | None = None,
 ) -> None:
-    """Send the requests of a trace at their times and wait for all answers; `number` tells loads apart."""
+    """Send the requests of a trace at their times and wait for all answers.
+
+    Args:
+        url: of the router's completions.
+        requests: the trace.
+        time_scale: real seconds per second of the trace.
+        row: filled with what came.
+        number: tells loads apart.
+        output_tokens: per request; none = a few.
+        body_of: (input tokens, number, k) -> request k; none = as fake workers want it.
+    """
     ids = np.arange(int(requests.input_tokens.max()) + len(requests), dtype=np.int64)
+
+    def fake_body(n: int, number: int, k: int) -> dict[str, Any]:
+        # tokens of its own, so that no two requests of any row share a prefix
+        prompt = ids[k : k + n].tolist()
+        prompt[0] = 1_000_000 * (number + 1) + k
+        return {"model": "fake", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True}
+
+    make = body_of or fake_body
     began = time.monotonic()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
     ) as session:
 
         async def one(k: int) -> None:
-            # tokens of its own, so that no two requests of any row share a prefix
-            prompt = ids[k : k + int(requests.input_tokens[k])].tolist()
-            prompt[0] = 1_000_000 * (number + 1) + k
-            tokens = OUTPUT_TOKENS if output_tokens is None else output_tokens[k]
-            body = {"model": "fake", "prompt": prompt, "max_tokens": tokens, "stream": True}
+            body = make(int(requests.input_tokens[k]), number, k)
+            if output_tokens is not None:
+                body["max_tokens"] = output_tokens[k]
             data = orjson.dumps(body)
             await asyncio.sleep(requests.arrival_ns[k] / 1e9 * time_scale - (time.monotonic() - began))
             sent = time.monotonic()
@@ -141,52 +185,79 @@ def config_of(
     )
 
 
-async def measure(
-    scenario: Scenario,
-    requests: RequestTable,
-    chosen: Sequence[ClusterDecision | str],
-    time_scale: float,
-) -> list[Row]:
-    """Run the requests once per row, each through a router of its own.
+class FakeStage:
+    """The deployment of a scenario on fake workers.
 
     Args:
         scenario: the deployment.
+        time_scale: real seconds per second of the scenario.
+    """
+
+    def __init__(self, scenario: Scenario, time_scale: float) -> None:
+        self.time_scale = time_scale
+        self.body: Callable[[int, int, int], dict[str, Any]] | None = None
+        self._scenario = scenario
+        # the link carries as many bytes per real second as costs little here
+        self._byte_scale = 2e-3 * time_scale
+        self._cluster = of_deployment(
+            scenario,
+            time_scale=time_scale,
+            byte_scale=self._byte_scale,
+            handshake_s=5.0,
+            max_model_len=1_000_000,
+        )
+
+    async def start(self) -> None:
+        """Start them."""
+        await self._cluster.start()
+
+    async def close(self) -> None:
+        """End them."""
+        await self._cluster.close()
+
+    def config(self, policy: str | None) -> RouterConfig:
+        """A router in front of them."""
+        return config_of(self._cluster, self._scenario.name, self.time_scale, policy)
+
+    async def carried_bytes(self) -> float:
+        """Bytes of KV that have crossed the link."""
+        link = self._cluster.link
+        return 0.0 if link is None else link.carried_bytes / self._byte_scale
+
+
+async def measure(stage: Stage, requests: RequestTable, chosen: Sequence[ClusterDecision | str]) -> list[Row]:
+    """Run the requests once per row, each through a router of its own.
+
+    Args:
+        stage: the workers.
         requests: the load.
         chosen: one row each: a decision that stays, or a policy for the control loop.
-        time_scale: real seconds per second of the scenario.
 
     Raises:
-        PrfaasError: the cluster does not come up, or a policy is wrong.
+        PrfaasError: the workers do not come up, or a policy is wrong.
     """
-    # the link carries as many bytes per real second as costs little here
-    byte_scale = 2e-3 * time_scale
-    cluster = of_deployment(
-        scenario, time_scale=time_scale, byte_scale=byte_scale, handshake_s=5.0, max_model_len=1_000_000
-    )
     rows = []
     try:
-        await cluster.start()
+        await stage.start()
         for number, decision in enumerate(chosen):
             row = Row(decision)
-            policy = decision if isinstance(decision, str) else None
-            router = Router(Resolved(config_of(cluster, scenario.name, time_scale, policy)))
+            router = Router(Resolved(stage.config(decision if isinstance(decision, str) else None)))
             await router.start()
             try:
                 await _ready(router)
-                before = cluster.link.carried_bytes if cluster.link is not None else 0
+                before = await stage.carried_bytes()
                 if not isinstance(decision, str):
                     router.forwarder.holder.set(decision, "admin", "demonstration")
                 url = f"http://127.0.0.1:{router.port}/v1/completions"
-                await load(url, requests, time_scale, row, number)
-                if cluster.link is not None:
-                    row.link_bytes = (cluster.link.carried_bytes - before) / byte_scale
+                await load(url, requests, stage.time_scale, row, number, body_of=stage.body)
+                row.link_bytes = await stage.carried_bytes() - before
                 if router.control is not None:
                     row.moves = router.control.counts["moves"]
                 rows.append(row)
             finally:
                 await router.close()
     finally:
-        await cluster.close()
+        await stage.close()
     return rows
 
 
@@ -195,24 +266,27 @@ async def _ready(router: Router) -> None:
     # a canary is over when its transfer is, so that none of it counts in the first row
     while router.health.missing() or router.forwarder.open_requests:
         if time.monotonic() > end:
-            raise PrfaasError(f"the fake cluster did not become ready: {', '.join(router.health.missing())}")
+            raise PrfaasError(f"the workers did not become ready: {', '.join(router.health.missing())}")
         await asyncio.sleep(0.05)
 
 
 def table_of(rows: Sequence[Row]) -> Table:
     """The table of a demonstration."""
-    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", "Gbit/s", "moves", "failed")
+    rates_bps = [row.link_bytes * 8 / row.elapsed_s if row.elapsed_s else math.nan for row in rows]
+    small = max(rates_bps, default=0.0) < 1e8
+    unit, unit_bps = ("Mbit/s", 1e6) if small else ("Gbit/s", 1e9)
+    table = Table("rule", "remote", "TTFT (s)", "P50", "P90", unit, "moves", "failed")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
+    for row, rate_bps in zip(rows, rates_bps, strict=True):
         n = len(row.ttft_s)
         values = [float(np.mean(row.ttft_s)), *np.percentile(row.ttft_s, [50, 90])] if n else [math.nan] * 3
         table.add_row(
             row.name,
             f"{row.remote / n:.0%}" if n else "-",
             *(f"{v:.2f}" for v in values),
-            f"{row.link_bytes * 8 / 1e9 / row.elapsed_s:.2f}" if row.elapsed_s else "-",
+            f"{rate_bps / unit_bps:.2f}" if row.elapsed_s else "-",
             str(row.moves) if isinstance(row.decision, str) else "-",
             str(row.failed),
         )
@@ -235,8 +309,6 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
 ) -> None:
     """Serve a recorded load on a fake cluster by thresholds, margins and policies, and compare first-token times."""
-    from prfaas_env.base import write_whole
-
     loaded = load_scenario(scenario)
     requests = draw_world(loaded, 0, horizon_s=seconds).requests
     if not len(requests):
@@ -252,7 +324,18 @@ def demo(
             console.print(
                 f"no policy {name!r} is installed: no row; --policy FOLDER names a bundle", highlight=False
             )
-    rows = run_loop(measure(loaded, requests, decisions(policies or ()), time_scale))
+    rows = run_loop(measure(FakeStage(loaded, time_scale), requests, decisions(policies or ())))
+    report(rows, console, out)
+
+
+def report(rows: Sequence[Row], console: Console, out: Path | None) -> None:
+    """Print the table and write the figures.
+
+    Raises:
+        PrfaasError: a request failed.
+    """
+    from prfaas_env.base import write_whole
+
     console.print(table_of(rows))
     if out is not None:
         write_whole(

@@ -136,6 +136,10 @@ class Engine:
             *("--kv-transfer-config", json.dumps(transfer)),
             *self.arguments,
         ]
+        self._launch(command, settings)
+
+    def _launch(self, command: Sequence[str], settings: dict[str, str]) -> None:
+        assert self.log is not None
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=settings, start_new_session=True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +27,18 @@ log = logging.getLogger("prfaas_serving.workers")
 KEY_VARIABLE = "PRFAAS_WORKER_API_KEY"
 
 
-async def serve(model: Model, settings: WorkerSettings, ready: Path | None) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def serve(model: Model, settings: WorkerSettings, ready: Path | None, attached: bool) -> None:
+    """Serve until SIGTERM or SIGINT, or, attached, until standard input ends."""
     stop = asyncio.Event()
+    if attached:
+        loop = asyncio.get_running_loop()
+
+        def wait_for_end() -> None:
+            sys.stdin.read()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+                loop.call_soon_threadsafe(stop.set)
+
+        threading.Thread(target=wait_for_end, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     worker = ModelWorker(model, settings)
@@ -59,6 +70,9 @@ def main(
     ready_file: Annotated[
         Path | None, typer.Option(help="Write the ports to this file once they are open.")
     ] = None,
+    attached: Annotated[
+        bool, typer.Option(help="End when standard input does, so as never to outlive who started it.")
+    ] = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +99,7 @@ def main(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     loaded = HybridModel(model, served_model_name, int(os.environ.get("OMP_NUM_THREADS", "1")))
-    asyncio.run(serve(loaded, settings, ready_file))
+    asyncio.run(serve(loaded, settings, ready_file, attached))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,14 @@ class ModelWorker:
         self.port = 0
         self.metrics = WorkerMetrics()
         self.transfers = Transfers()
-        self.store = Store(self.engine_id, model.fingerprint, settings.lease_s, self._sent, self._expired)
+        self.store = Store(
+            self.engine_id,
+            model.fingerprint,
+            settings.lease_s,
+            self.transfers.add,
+            self.metrics.sent,
+            self.metrics.expired.inc,
+        )
         self._fetcher = Fetcher(model.law, settings.connect_s, settings.idle_s)
         self._thread = ModelThread(model, settings.chunk_tokens)
         self._next_role: Role | None = None
@@ -146,6 +153,10 @@ class ModelWorker:
         """Its address."""
         return f"http://{self.settings.host}:{self.port}"
 
+    @property
+    def _announced_port(self) -> int:
+        return self.settings.kv_announced_port or self.store.port
+
     # ------------------------------------------------------------------ every request
 
     @web.middleware
@@ -196,7 +207,7 @@ class ModelWorker:
         return web.Response(body=m.page(), content_type="text/plain")
 
     async def _query(self, request: web.Request) -> web.Response:
-        return web.json_response({"0": {"engine_id": self.engine_id, "kv_port": self.store.port}})
+        return web.json_response({"0": {"engine_id": self.engine_id, "kv_port": self._announced_port}})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self.model.name, "object": "model", "max_model_len": self.model.max_model_len}
@@ -378,19 +389,12 @@ class ModelWorker:
             "remote_engine_id": self.engine_id,
             "remote_request_id": staged.request_id,
             "remote_host": self.settings.kv_host or self.settings.host,
-            "remote_port": self.store.port,
+            "remote_port": self._announced_port,
             "tp_size": 1,
             "remote_num_tokens": staged.tokens,
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": 0,
         }
-
-    def _sent(self, transfer: Transfer) -> None:
-        self.transfers.add(transfer)
-        self.metrics.sent(transfer)
-
-    def _expired(self, staged: Staged) -> None:
-        self.metrics.expired.inc()
 
     # ------------------------------------------------------------------ decode legs
 
@@ -504,6 +508,7 @@ class ModelWorker:
 
     async def _fetch(self, order: Order, transfer: Transfer) -> Cache:
         self._pulls += 1
+        self.transfers.add(transfer)
         try:
             parts = await self._fetcher.fetch(order, transfer)
             self.metrics.fetched(transfer)
@@ -512,7 +517,6 @@ class ModelWorker:
             raise
         finally:
             self._pulls -= 1
-            self.transfers.add(transfer)
         try:
             return await self._thread.call(self.model.load, parts)
         except ValueError as error:

@@ -23,6 +23,9 @@ class WorkerSettings(Frozen):
     kv_host: str | None = Field(
         default=None, description="address that decode workers are told to fetch at; none = `host`"
     )
+    kv_announced_port: int | None = Field(
+        default=None, ge=1, le=65535, description="port that they are told, where a relay stands in between"
+    )
     chunk_tokens: int = Field(default=256, ge=1, description="tokens per piece of a prefill")
     answers: Answers = Field(
         default="started",

@@ -135,6 +135,7 @@ class Store:
         engine_id: of this process.
         model: fingerprint of its model.
         lease_s: time from the end of a prefill for which a cache waits to be fetched.
+        opened: told about every transfer as it begins.
         sent: told about every transfer that is over.
         expired: told about every cache whose lease ended.
     """
@@ -144,14 +145,16 @@ class Store:
         engine_id: str,
         model: str,
         lease_s: float,
+        opened: Callable[[Transfer], None],
         sent: Callable[[Transfer], None],
-        expired: Callable[[Staged], None],
+        expired: Callable[[], None],
     ) -> None:
         self.staged: dict[str, Staged] = {}
         self.port = 0
         self._engine_id = engine_id
         self._model = model
         self._lease_s = lease_s
+        self._opened = opened
         self._sent = sent
         self._expired = expired
         self._server: asyncio.Server | None = None
@@ -199,7 +202,7 @@ class Store:
                 if staged.ended_s is not None and staged.ended_s < limit_s:
                     self.drop(staged)
                     staged.fail("its lease has ended")
-                    self._expired(staged)
+                    self._expired()
 
     # ------------------------------------------------------------------ sending
 
@@ -228,6 +231,7 @@ class Store:
             await _refuse(writer, code, message)
             return
         transfer = Transfer(staged.request_id, "sent", staged.tokens)
+        self._opened(transfer)
         # what comes from the other side: `done`, or the end of the connection
         word = asyncio.ensure_future(read_frame(reader))
         sending = asyncio.ensure_future(self._send(staged, transfer, writer))
@@ -460,7 +464,7 @@ class Fetcher:
 
 
 class Transfers:
-    """The last transfers of a worker, newest last."""
+    """The last transfers of a worker, those under way too, newest last."""
 
     def __init__(self, kept: int = 1000) -> None:
         self._past: deque[Transfer] = deque(maxlen=kept)

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from prfaas_env.base import PrfaasError
 from prfaas_env.profiles.catalogue import load_model
+from prfaas_env.profiles.geometry import AttentionGeometry
 from prfaas_env.profiles.hf_config import (
     geometry_from_hf_config,
     kv_layout_from_hf_config,
+    layers_from_hf_config,
     max_input_tokens_from_hf_config,
 )
 from prfaas_env.profiles.kv import KVLayout, WindowGroup
@@ -329,6 +331,29 @@ def test_kda_layer_lists_from_0_and_from_1(lists: dict[str, Any]) -> None:
     sizes = without(KIMI_LINEAR["linear_attn_config"], "full_attn_layers", "kda_layers")
     config = KIMI_LINEAR | {"linear_attn_config": sizes | lists}
     assert kv_layout_from_hf_config(config) == load_model("kimi-linear-48b-a3b").kv
+
+
+def test_kimi_as_transformers_writes_it() -> None:
+    """The layer kinds as a list and the sizes as fields of their own: the same bytes."""
+    kinds = ["full_attention" if i in FULL_FROM_1 else "linear_attention" for i in range(1, 28)]
+    sizes = KIMI_LINEAR["linear_attn_config"]
+    config = without(KIMI_LINEAR, "linear_attn_config") | {
+        "layer_types": kinds,
+        "linear_num_heads": sizes["num_heads"],
+        "linear_head_dim": sizes["head_dim"],
+        "linear_conv_kernel_dim": sizes["short_conv_kernel_size"],
+    }
+    assert kv_layout_from_hf_config(config) == load_model("kimi-linear-48b-a3b").kv
+
+
+def test_layers_one_by_one_add_up() -> None:
+    """Kimi-Linear's layers in order, each with what it keeps."""
+    layers = layers_from_hf_config(KIMI_LINEAR)
+    assert [layer.kind for layer in layers] == [
+        "latent" if i in FULL_FROM_1 else "linear" for i in range(1, 28)
+    ]
+    assert all(layer.layers == 1 for layer in layers)
+    assert AttentionGeometry(groups=layers).layout() == kv_layout_from_hf_config(KIMI_LINEAR)
 
 
 def test_kimi_without_linear_layers() -> None:

@@ -1,0 +1,119 @@
+"""The project's own model workers as processes, and the tiny hybrid models that they serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
+from prfaas_env.profiles.kv import KVLayout
+from prfaas_serving import workers
+from tests.real.engines import Engine, free_port
+
+#: The workers' environment and where models and logs go; `make test-hybrid` sets both.
+ENVIRONMENT = Path(os.environ.get("PRFAAS_HYBRID_ENV", ".envs/hybrid")).absolute()
+FOLDER = Path(os.environ.get("PRFAAS_HYBRID_FOLDER", "runs/hybrid")).absolute()
+MODELS = ("qwen3-next", "kimi-linear")
+
+
+def _python(*arguments: str, given: str | None = None) -> str:
+    """Run the environment's Python; gives what it writes."""
+    settings = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(ENVIRONMENT / "bin" / "python"), *arguments],
+        env={**settings, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+@cache
+def _written() -> Path:
+    folder = FOLDER / "models"
+    _python(str(Path(workers.__file__).parent / "tiny_models.py"), str(folder), *MODELS)
+    return folder
+
+
+def folder_of(name: str) -> Path:
+    """Folder of a model, written once per run."""
+    return _written() / name
+
+
+def layout_of(name: str) -> KVLayout:
+    """Bytes of its cache, all in fp32."""
+    return kv_layout_from_hf_config(
+        folder_of(name), kv_dtype_bytes=4, state_dtype_bytes=4, conv_dtype_bytes=4
+    )
+
+
+def generated(name: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """What transformers' own greedy `generate` makes of prompts, in one process without any of our code."""
+    given = json.dumps({"folder": str(folder_of(name)), "prompts": prompts, "tokens": tokens})
+    found: list[list[int]] = json.loads(_python("-c", _GENERATE, given=given))
+    return found
+
+
+_GENERATE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+asked = json.load(sys.stdin)
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32).eval()
+found = []
+for ids in asked["prompts"]:
+    made = model.generate(
+        torch.tensor([ids]), max_new_tokens=asked["tokens"], do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    found.append(made[0, len(ids):].tolist())
+json.dump(found, sys.stdout)
+"""
+
+
+@dataclass
+class HybridEngine(Engine):
+    """One of the project's own workers; `settings` are its `--set` values."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, port: int | None = None) -> None:
+        """Start it, at a free port if none is given; `ready` tells when it is up."""
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        self.port = free_port() if port is None else port
+        self.log = FOLDER / f"{self.name}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("PYTHONPATH", None)
+        command = [
+            *([] if self.namespace is None else ["ip", "netns", "exec", self.namespace]),
+            *(
+                str(ENVIRONMENT / "bin" / "python"),
+                "-m",
+                "prfaas_serving.workers",
+                "--model",
+                str(self.model),
+            ),
+            *("--role", self.role, "--host", self.host, "--port", str(self.port)),
+            *(part for name, value in self.values.items() for part in ("--set", f"{name}={value}")),
+        ]
+        self._launch(command, environment)
+
+    async def transfers(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """Its record of transfers."""
+        async with session.get(self.url + "/transfers") as answer:
+            found: list[dict[str, Any]] = (await answer.json())["transfers"]
+            return found
+
+    async def turn(self, session: aiohttp.ClientSession, role: str, drain_s: float = 0.0) -> tuple[int, Any]:
+        """Change its role: (status, answer)."""
+        return await self.post(session, "/role", {"role": role, "drain_s": drain_s})
