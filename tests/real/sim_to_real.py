@@ -41,7 +41,7 @@ from prfaas_serving.decision_log import read_log
 from prfaas_serving.fake.spec import FakeSpec
 from prfaas_serving.fitting import Fitted, fit_deployment, write_fitted
 from prfaas_serving.measured import of_log
-from tests.real.net import FAR, NEAR, ShapedNetwork
+from tests.real.net import ShapedNetwork
 from tests.real.sim_to_real_results import (
     Piece,
     compared,
@@ -52,9 +52,10 @@ from tests.real.sim_to_real_results import (
     write_page,
 )
 
+#: Not those of the tests, which may run at the same time.
+NEAR, FAR = "10.78.0.1", "10.78.0.2"
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sim-to-real.md"
-PICTURE = ROOT / "docs" / "img" / "sim-to-real.png"
 
 #: Lengths of the prompts: log-normal around the median, cut off.
 MEDIAN_TOKENS, SIGMA, MIN_TOKENS, MAX_TOKENS = 700, 0.6, 128, 3000
@@ -217,7 +218,7 @@ def deployment(
     if len(cores) < 2:
         raise PrfaasError("the study needs two cores: one for each worker that prefills")
     try:
-        net = ShapedNetwork()
+        net = ShapedNetwork(NEAR, FAR)
     except OSError as error:
         raise PrfaasError(f"no network namespaces here: {error}") from None
     workers = [
@@ -654,8 +655,9 @@ def study(
             f"P90 {1e3 * m['p90_s']['value']:.0f} ms, predicted {error['p90_s']:+.1%}"
         )
     if write:
-        plot(result, PICTURE)
-        write_page(result, PAGE)
+        kind = "known" if result["deployment"]["model"] == FAKE else "real"
+        plot(result, PAGE.parent / "img" / f"sim-to-real-{kind}.png")
+        write_page(result, PAGE, kind)
 
 
 def main() -> None:

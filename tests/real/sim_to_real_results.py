@@ -26,7 +26,18 @@ BLOCK_S = 10.0
 RESAMPLES = 4000
 #: What the predictions are held against.
 ALLOWED_ERROR = 0.15
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+#: What the page says of a kind of worker that was not measured.
+NOTHING = "Not measured yet."
+
+
+def marks(kind: str) -> tuple[str, str]:
+    """What stands around the results of a kind of worker on the page."""
+    return f"<!-- {kind} workers: begin -->", f"<!-- {kind} workers: end -->"
+
+
+def json_of(page: Path, kind: str) -> Path:
+    """Where the numbers of a kind of worker are."""
+    return page.with_name(f"{page.stem}-{kind}.json")
 
 
 @dataclass(frozen=True)
@@ -241,12 +252,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_page(result: dict[str, Any], page: Path) -> None:
-    """Put the results between the marks of the page, and beside it as JSON."""
+def write_page(result: dict[str, Any], page: Path, kind: str) -> None:
+    """Put the results between their marks on the page, and beside it as JSON."""
     text = page.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    first, last = marks(kind)
+    head, begin, rest = text.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise PrfaasError(f"{page}: the marks {BEGIN} and {END} are missing")
-    write_whole(page, f"{head}{BEGIN}\n{table(result)}\n{END}{tail}")
-    write_whole(page.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
+        raise PrfaasError(f"{page}: the marks {first} and {last} are missing")
+    write_whole(page, f"{head}{begin}\n{table(result)}\n{end}{tail}")
+    write_whole(json_of(page, kind), json.dumps(result, indent=1) + "\n")

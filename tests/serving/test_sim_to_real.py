@@ -15,11 +15,12 @@ from prfaas_env.scenarios import load_scenario
 from tests.real import sim_to_real
 from tests.real.sim_to_real import PAGE, base_scenario, study_policies
 from tests.real.sim_to_real_results import (
-    BEGIN,
-    END,
+    NOTHING,
     Piece,
     compared,
     figures,
+    json_of,
+    marks,
     order,
     plot,
     predicted,
@@ -131,19 +132,20 @@ def result() -> dict[str, Any]:
 
 def test_a_page_holds_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"head\n{BEGIN}\nstale line\n{END}\ntail\n")
+    begin, end = marks("real")
+    page.write_text(f"head\n{begin}\nstale line\n{end}\ntail\n")
     found = result()
-    write_page(found, page)
+    write_page(found, page, "real")
     text = page.read_text()
     assert text.startswith("head\n")
-    assert text.endswith(f"{END}\ntail\n")
+    assert text.endswith(f"{end}\ntail\n")
     assert "stale line" not in text
     assert "| `never` | 0% | 1,400 [1,400, 1,400] | 1,480 | +5.7% |" in text
     assert "6 of 6 figures" in text
-    assert json.loads(page.with_suffix(".json").read_text()) == found
+    assert json.loads(json_of(page, "real").read_text()) == found
     page.write_text("no marks")
     with pytest.raises(PrfaasError, match="marks"):
-        write_page(found, page)
+        write_page(found, page, "real")
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
@@ -151,13 +153,16 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_shipped_page_says_what_its_json_says() -> None:
-    shipped = PAGE.with_suffix(".json")
-    inside = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+@pytest.mark.parametrize("kind", ["real", "known"])
+def test_the_shipped_page_says_what_its_json_says(kind: str) -> None:
+    shipped = json_of(PAGE, kind)
+    begin, end = marks(kind)
+    inside = PAGE.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].strip()
     if shipped.exists():
         assert inside == table(json.loads(shipped.read_text(encoding="utf-8")))
+        assert (PAGE.parent / "img" / f"sim-to-real-{kind}.png").exists()
     else:
-        assert inside == "The study has not been run yet."
+        assert inside == NOTHING
 
 
 def test_a_piece_survives_its_file() -> None:
