@@ -31,7 +31,7 @@ TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm test-dynamo test-hybrid fuzz lint format constraints clean
+.PHONY: help install demo demo-serving bench test test-slow test-serving-slow test-vllm test-dynamo test-hybrid sim-to-real fuzz lint format constraints clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,9 @@ $(DYNAMO_STAMP): $(DYNAMO_LIST) | $(STAMP)
 test-hybrid: install $(HYBRID_STAMP) ## Run the project's own hybrid model workers behind the router (own environment of 1.6 GB in .envs/hybrid)
 	$(TEST_ENV) PRFAAS_REAL=1 PRFAAS_HYBRID_ENV=$(HYBRID_ENV) PRFAAS_HYBRID_FOLDER=runs/hybrid \
 		$(PY) -m pytest -n 0 -v --durations=5 tests/real/test_hybrid_*.py $(ARGS)
+
+sim-to-real: install $(HYBRID_STAMP) ## Fit on one run of real workers, predict and measure others (root, two quiet cores, an hour; resumes in runs/sim-to-real)
+	$(TEST_ENV) $(PY) -m tests.real.sim_to_real --python $(HYBRID_ENV)/bin/python $(ARGS)
 
 # The project itself is installed without anything else: the list is its dependencies.
 $(HYBRID_STAMP): $(HYBRID_LIST) | $(STAMP)

@@ -13,6 +13,7 @@
 | POST /workers/NAME/role | a node move: drain, switch, verify, relabel |
 | POST /workers/NAME/cache_events | cache events of an engine |
 | GET /control | the control loop: mode, policy, guard, alarms, last decision, telemetry and where it comes from |
+| GET /requests | the last 5000 requests that ended, as in the decision log, with its header |
 | PUT /mode | active, shadow or off |
 | POST /reload | exchange the policy; without `policy` read the present one anew |
 """
@@ -133,7 +134,7 @@ class AdminApi:
                 return self._decision()
             if key == ("POST", "workers"):
                 return self._add(await self._body(request, WorkerSpec))
-            if parts[0] in {"control", "mode", "reload"}:
+            if parts[0] in {"control", "requests", "mode", "reload"}:
                 return await self._control(request, key)
         if len(parts) >= 2 and parts[0] == "workers":
             return await self._worker(request, parts[1], "/".join(parts[2:]))
@@ -145,6 +146,11 @@ class AdminApi:
             raise ClientError(
                 409, "the configuration has no `control`: there is no control loop", "no_control"
             )
+        if key == ("GET", "requests"):
+            return {
+                "header": control.header().as_json(),
+                "requests": [line.as_json() for line in control.requests],
+            }
         if key == ("PUT", "mode"):
             order: ModeOrder = await self._body(request, ModeOrder)
             await control.set_mode(order.mode, order.reason)

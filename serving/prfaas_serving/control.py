@@ -39,13 +39,14 @@ from prfaas_serving.decision_log import (
     EventLine,
     Guard,
     HeaderLine,
+    LegTimes,
     RequestLine,
     What,
     decision_json,
 )
 from prfaas_serving.drift import outside_share, ranges_of
 from prfaas_serving.fleet import RoleChange
-from prfaas_serving.forward import Ended, Forwarder
+from prfaas_serving.forward import Ended, Forwarder, Legs
 from prfaas_serving.live import LiveTelemetry, RouterClock
 from prfaas_serving.moves.orders import ChangeRole, MoveFailed, MoveOrders, MoveRefused
 
@@ -53,6 +54,8 @@ log = logging.getLogger("prfaas_serving.control")
 
 #: Lines kept for the page.
 RECENT = 256
+#: Request lines kept for those who fit a profile.
+RECENT_REQUESTS = 5000
 _STAY = Move.NONE
 
 
@@ -213,6 +216,8 @@ class ControlLoop:
         self.last: Telemetry | None = None
         """The last reading."""
         self.recent: deque[DecisionLine] = deque(maxlen=RECENT)
+        self.requests: deque[RequestLine] = deque(maxlen=RECENT_REQUESTS)
+        """The last requests that ended, as in the log."""
         self.alarms: dict[str, str] = {}
         """What is wrong now, by name."""
         self.n = 0
@@ -234,10 +239,15 @@ class ControlLoop:
         self.log = self._open_log()
 
     def _open_log(self) -> DecisionLog | None:
-        s, resolved = self.settings, self._f.resolved
+        s = self.settings
         if s.log_file is None:
             return None
-        header = HeaderLine(
+        return DecisionLog(s.log_file, self.header(), s.log_bytes, s.log_keep)
+
+    def header(self) -> HeaderLine:
+        """What runs, as at the beginning of a log."""
+        resolved = self._f.resolved
+        return HeaderLine(
             prfaas_version=prfaas_env.__version__,
             unix_s=time.time(),
             schema_hash=self.live.schema.hash,
@@ -250,7 +260,6 @@ class ControlLoop:
             mode=self.mode,
             policy_seed=self._f.config.seed,
         )
-        return DecisionLog(s.log_file, header, s.log_bytes, s.log_keep)
 
     @property
     def policy_spec(self) -> str:
@@ -583,22 +592,37 @@ class ControlLoop:
         self._write(EventLine(time_ns=self.clock.ns(time.monotonic()), what=what, text=text, **fields))
 
     def _request_ended(self, now_s: float, ended: Ended) -> None:
-        if self.log is None:
-            return
         scale = self.clock.time_scale
-        self._write(
-            RequestLine(
-                arrival_ns=self.clock.ns(ended.arrival_s),
-                input_tokens=ended.input_tokens,
-                incremental_tokens=ended.incremental_tokens,
-                output_tokens=ended.output_tokens,
-                outcome=ended.outcome,
-                remote=ended.remote,
-                ttft_s=None if ended.ttft_s is None else ended.ttft_s / scale,
-                tpot_s=None if ended.tpot_s is None else ended.tpot_s / scale,
-                end_ns=self.clock.ns(now_s),
-                pd=self._pd,
-            )
+        line = RequestLine(
+            arrival_ns=self.clock.ns(ended.arrival_s),
+            input_tokens=ended.input_tokens,
+            incremental_tokens=ended.incremental_tokens,
+            output_tokens=ended.output_tokens,
+            outcome=ended.outcome,
+            remote=ended.remote,
+            ttft_s=None if ended.ttft_s is None else ended.ttft_s / scale,
+            tpot_s=None if ended.tpot_s is None else ended.tpot_s / scale,
+            end_ns=self.clock.ns(now_s),
+            pd=self._pd,
+            legs=None if ended.legs is None else self._leg_times(ended.legs),
+        )
+        self.requests.append(line)
+        self._write(line)
+
+    def _leg_times(self, legs: Legs) -> LegTimes:
+        def ns(at_s: float | None) -> int | None:
+            return None if at_s is None else self.clock.ns(at_s)
+
+        return LegTimes(
+            attempts=legs.attempts,
+            prefill_cluster=legs.prefill_cluster,
+            prefill_worker=legs.prefill_worker,
+            prefill_sent_ns=ns(legs.prefill_sent_s),
+            prefill_ahead=legs.prefill_ahead,
+            prefill_end_ns=ns(legs.prefill_end_s),
+            decode_worker=legs.decode_worker,
+            decode_sent_ns=ns(legs.decode_sent_s),
+            kv_bytes=legs.kv_bytes,
         )
 
     def _write(self, line: DecisionLine | RequestLine | ConversionLine | EventLine) -> None:

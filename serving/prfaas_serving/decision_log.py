@@ -203,6 +203,26 @@ class DecisionLine(_Line):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LegTimes:
+    """When the legs that gave a request its answer ran; None = there was no such leg, or it is not known."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    attempts: Count
+    """Tries in all; 1 = nothing failed."""
+    prefill_cluster: str | None = None
+    prefill_worker: str | None = None
+    prefill_sent_ns: Ns | None = None
+    prefill_ahead: Count | None = None
+    """Prefills at the worker when this one was sent; 0 = it found it idle."""
+    prefill_end_ns: Ns | None = None
+    decode_worker: str | None = None
+    decode_sent_ns: Ns | None = None
+    kv_bytes: Count | None = None
+    """Bytes of KV fetched, where the decode worker says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine(_Line):
     """One request, written when it ended (or `open` when the log was closed)."""
 
@@ -219,6 +239,8 @@ class RequestLine(_Line):
     end_ns: Ns | None = None
     pd: Count = 0
     """The PD cluster at whose door it came, by place."""
+    legs: LegTimes | None = None
+    """None in logs of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

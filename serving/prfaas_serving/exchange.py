@@ -425,6 +425,7 @@ class Exchange:
             remote=choice.route.kind == "remote",
             ttft_s=self._trip.first_token_s - self._trip.started_s if self._trip.first_token_s else None,
             tpot_s=self._tpot_s,
+            legs=self._trip.legs_run(),
         )
         now_s = time.monotonic()
         for listener in self._f.listeners:

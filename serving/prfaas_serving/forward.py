@@ -37,6 +37,25 @@ Outcome = Literal["finished", "rejected", "aborted", "failed"]
 REFUSED_CODES = frozenset({"saturated", "busy", "no_endpoint", "no_prefill", "retry_budget"})
 
 
+@dataclass(slots=True)
+class Legs:
+    """When the legs of a request ran, and where: of the last prefill and the last decode. Times are monotonic."""
+
+    attempts: int = 1
+    prefill_cluster: str | None = None
+    """None = the decode worker prefilled, or nothing was sent yet; so for all `prefill_` fields."""
+    prefill_worker: str | None = None
+    prefill_sent_s: float | None = None
+    prefill_ahead: int | None = None
+    """Prefills of this router at the worker when it was sent; 0 = it found the worker idle."""
+    prefill_end_s: float | None = None
+    """When the answer of the prefill leg was there; None where the decode worker runs it by itself."""
+    decode_worker: str | None = None
+    decode_sent_s: float | None = None
+    kv_bytes: int | None = None
+    """Bytes of KV that the decode worker says it fetched, where its answer tells it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What became of a request that a route was chosen for. Times are real seconds."""
@@ -51,6 +70,7 @@ class Ended:
     """The route chosen at the door."""
     ttft_s: float | None
     tpot_s: float | None
+    legs: Legs | None = None
 
 
 class Listener(Protocol):

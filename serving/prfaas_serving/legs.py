@@ -24,7 +24,7 @@ from prfaas_serving.backends.vllm_mooncake import NoEngineId
 from prfaas_serving.cache_index import Blocks
 from prfaas_serving.choice import Cached, Choice, Route
 from prfaas_serving.fleet import Attempt, NoWorker, Pool, Worker
-from prfaas_serving.forward import Forwarder, Handle
+from prfaas_serving.forward import Forwarder, Handle, Legs
 from prfaas_serving.length import Prompt
 from prfaas_serving.paths import Flow as LinkFlow
 from prfaas_serving.requests import Job, answer_headers, cached_tokens_of
@@ -32,6 +32,8 @@ from prfaas_serving.upstream import LegFailure
 
 log = logging.getLogger("prfaas_serving.legs")
 
+#: Where a decode worker says how many bytes of KV it fetched (the project's own worker does).
+KV_BYTES_HEADER = "X-Prfaas-Kv-Bytes"
 #: After a failed decode leg, how long its partner may take to say that it failed first.
 _BLAME_S = 0.05
 #: How long a prefill leg whose client has left may take to hand over a name for what it staged. Cut off in the moment
@@ -65,11 +67,22 @@ class Trip:
     """Workers that have failed it."""
     prefill_tries: int = 0
     decode_tries: int = 0
+    ran: Legs = field(default_factory=Legs)
+    """When its legs ran; `legs_run` once it has ended."""
 
     @property
     def attempt_id(self) -> str:
         """Id of the try under way, the same on both legs."""
         return self.job.attempt_id(self.number)
+
+    def legs_run(self) -> Legs:
+        """When its legs ran; a prefill whose cache was not used is none of the answer's."""
+        ran = self.ran
+        ran.attempts = max(self.number, 1)
+        if self.route.kind == "alone":
+            ran.prefill_cluster = ran.prefill_worker = None
+            ran.prefill_sent_s = ran.prefill_ahead = ran.prefill_end_s = None
+        return ran
 
 
 class LegRunner:
@@ -162,6 +175,10 @@ class LegRunner:
             )
         self.trip.prefill_tries += 1
         self.trip.phase = "prefill"
+        ran, worker = self.trip.ran, self.prefill.worker
+        ran.prefill_cluster, ran.prefill_worker = worker.cluster, worker.name
+        ran.prefill_sent_s, ran.prefill_end_s = self.prefill.sent_s, None
+        ran.prefill_ahead = len(worker.assigned) - 1
 
     async def _take_decode(self) -> Worker:
         f = self._f
@@ -305,6 +322,8 @@ class LegRunner:
         place.worker.answered()
         place.worker.probed = True
         f.fleet.release(place)
+        if f.backend.flow is not Flow.SINGLE:
+            self.trip.ran.prefill_end_s = time.monotonic()
         if f.index is not None and self.trip.blocks is not None:
             f.index.store(f.chooser.cache_key(place.worker), self.trip.blocks)
 
@@ -474,6 +493,7 @@ class LegRunner:
             LegFailure: nothing of it may have reached the client.
         """
         f = self._f
+        self.trip.ran.decode_worker, self.trip.ran.decode_sent_s = worker.name, time.monotonic()
         if not self.trip.job.stream:
             deadline_s += self._generation_s()
         try:
@@ -490,6 +510,7 @@ class LegRunner:
                 if response.status >= 400:
                     raise await f.upstream.refuse(response, "decode")
                 headers = answer_headers(response.headers, f.addresses())
+                self.trip.ran.kv_bytes = _whole(response.headers.get(KV_BYTES_HEADER))
                 if not self.trip.job.body:
                     self._first_token()  # another route: its answer is passed on as it is
                     return Answer(response, response.status, headers, None)
@@ -637,3 +658,8 @@ def _read(task: asyncio.Task[Any]) -> None:
     """Take the outcome of a task nobody waits for."""
     if not task.cancelled():
         task.exception()
+
+
+def _whole(text: str | None) -> int | None:
+    """A whole number of a header, None if it is none."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None

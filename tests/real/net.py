@@ -23,13 +23,18 @@ def _run(*command: str) -> str:
 class ShapedNetwork:
     """A namespace behind a link whose rate can be set and that can be cut.
 
+    Args:
+        near: address of this side's end; those who run at the same time need networks (/24) of their own.
+        far: address inside the namespace.
+
     Raises:
         OSError: namespaces or shaping cannot be had here; nothing is left behind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, near: str = NEAR, far: str = FAR) -> None:
         if shutil.which("ip") is None or shutil.which("tc") is None:
             raise OSError("ip or tc is not installed (Debian: iproute2)")
+        self._addresses = near, far
         self.namespace = f"prfaas{os.getpid()}"
         self.near, self.far = f"pn{os.getpid()}", f"pf{os.getpid()}"
         try:
@@ -43,18 +48,18 @@ class ShapedNetwork:
         _run("ip", "netns", "add", self.namespace)
         _run("ip", "link", "add", self.near, "type", "veth", "peer", "name", self.far)
         _run("ip", "link", "set", self.far, "netns", self.namespace)
-        _run("ip", "addr", "add", f"{NEAR}/24", "dev", self.near)
+        _run("ip", "addr", "add", f"{self._addresses[0]}/24", "dev", self.near)
         _run("ip", "link", "set", self.near, "up")
-        self._inside("ip", "addr", "add", f"{FAR}/24", "dev", self.far)
+        self._inside("ip", "addr", "add", f"{self._addresses[1]}/24", "dev", self.far)
         self._inside("ip", "link", "set", self.far, "up")
         self._inside("ip", "link", "set", "lo", "up")
 
     def _inside(self, *command: str) -> str:
         return _run("ip", "netns", "exec", self.namespace, *command)
 
-    def set_rate(self, rate_bps: int) -> None:
-        """Capacity of the link from the namespace to here, bit/s."""
-        shape = ("tbf", "rate", f"{rate_bps}bit", "burst", BURST, "latency", "200ms")
+    def set_rate(self, rate_bps: int, burst: str = BURST, queue: str = "200ms") -> None:
+        """Capacity of the link from the namespace to here, bit/s; `queue` is the longest wait in front of it."""
+        shape = ("tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", queue)
         self._inside("tc", "qdisc", "replace", "dev", self.far, "root", *shape)
 
     def cut(self) -> None:

@@ -20,6 +20,7 @@ from prfaas_serving.decision_log import (
     DecisionLine,
     DecisionLog,
     HeaderLine,
+    LegTimes,
     Log,
     RequestLine,
     lengths_since,
@@ -187,10 +188,32 @@ def _requests(world: World, run: EpisodeRun) -> list[tuple[int, RequestLine]]:
                     else None,
                     end_ns=ended,
                     pd=int(world.pd_of[k]),
+                    legs=_legs(world, run, k),
                 ),
             )
         )
     return out
+
+
+def _legs(world: World, run: EpisodeRun, k: int) -> LegTimes:
+    """Legs as a router has them that sends each prefill leg to an idle worker and the decode leg after it."""
+    records, deployment = run.engine.records, world.scenario.deployment
+    remote = records.route[k] == Route.REMOTE
+    cluster = deployment.prfaas[records.prfaas[k]] if remote else deployment.pd[world.pd_of[k]]
+    start, end = (
+        None if x[k] == NEVER_NS else int(x[k]) for x in (records.prefill_start_ns, records.prefill_end_ns)
+    )
+    return LegTimes(
+        attempts=max(int(records.attempts[k]), 1),
+        prefill_cluster=cluster.name if start is not None else None,
+        prefill_worker=f"{cluster.name}-p" if start is not None else None,
+        prefill_sent_ns=start,
+        prefill_ahead=None if start is None else 0,
+        prefill_end_ns=end,
+        decode_worker="d" if end is not None else None,
+        decode_sent_ns=end,
+        kv_bytes=int(records.sent_bytes[k]) if remote and end is not None else None,
+    )
 
 
 # ----------------------------------------------------------------------------------- by hand

@@ -23,6 +23,7 @@ class FakeSpec(Frozen):
     name: str
     engine: FakeEngine = "vllm"
     role: Literal["prefill", "decode", "both"] = "both"
+    host: str = "127.0.0.1"
     port: int = 0
     model: str = "fake"
     prefill: PrefillProfile = PrefillPolynomial(c0_s=0.001, c1_s_per_token=0.0, source="tests")

@@ -190,11 +190,11 @@ class FakeWorker:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.spec.port, backlog=1024)
+        site = web.TCPSite(self._runner, self.spec.host, self.spec.port, backlog=1024)
         await site.start()
         sockets = site._server.sockets if site._server is not None else ()  # type: ignore[attr-defined]
         self.port = next(iter(sockets)).getsockname()[1]
-        self._kv_server = await asyncio.start_server(self._serve_kv, "127.0.0.1", 0)
+        self._kv_server = await asyncio.start_server(self._serve_kv, self.spec.host, 0)
         self.kv_port = self._kv_server.sockets[0].getsockname()[1]
         self._reaper = asyncio.create_task(self._reap())
 
@@ -217,7 +217,7 @@ class FakeWorker:
     @property
     def url(self) -> str:
         """Its address."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.spec.host}:{self.port}"
 
     @property
     def staged_bytes(self) -> int:
