@@ -9,7 +9,7 @@ import pytest
 
 from prfaas_env.profiles.latency import PrefillPolynomial
 from prfaas_serving.decision_log import LegTimes, RequestLine
-from prfaas_serving.exchange import _whole
+from prfaas_serving.legs import _whole
 from prfaas_serving.fake.spec import Fault
 from tests.serving.support import LONG, SHORT, Setup, run, serving, until
 
