@@ -74,10 +74,10 @@ def _least_deviations(scaled: FloatArray, wanted: FloatArray) -> FloatArray:
     a, b = scaled[::step], wanted[::step]
     n, k = a.shape
     apart = eye_array(n)
-    rows: Any = csr_array(block_array([[csr_array(a), -apart], [csr_array(-a), -apart]]))
+    at_most: Any = block_array([[csr_array(a), -apart], [csr_array(-a), -apart]], format="csr")
     solved = linprog(
         np.concatenate([np.zeros(k), np.ones(n)]),
-        A_ub=rows,
+        A_ub=at_most,
         b_ub=np.concatenate([b, -b]),
         bounds=(0.0, None),
         method="highs",

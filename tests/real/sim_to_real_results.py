@@ -246,7 +246,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             xlim=(0, line[1]),
             ylim=(0, line[1]),
         )
-    axes[1].legend(fontsize=7, loc="upper left")
+    axes[1].legend(fontsize=7, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
