@@ -48,7 +48,9 @@ class Trip:
     job: Job
     route: Route
     """The present one."""
-    started_s: float = field(default_factory=lambda: time.monotonic())  # looked up anew: tests replace the clock
+    started_s: float = field(
+        default_factory=lambda: time.monotonic()
+    )  # looked up anew: tests replace the clock
     forced: Route | None = None
     """For canaries: take this route and no other."""
     pinned: Mapping[str, Worker] = field(default_factory=dict)

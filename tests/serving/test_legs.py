@@ -9,8 +9,8 @@ import pytest
 
 from prfaas_env.profiles.latency import PrefillPolynomial
 from prfaas_serving.decision_log import LegTimes, RequestLine
-from prfaas_serving.legs import _whole
 from prfaas_serving.fake.spec import Fault
+from prfaas_serving.legs import _whole
 from tests.serving.support import LONG, SHORT, Setup, run, serving, until
 
 ONE_OF_EACH = (("r1", "prfaas0", "prefill"), ("l1", "pd0", "prefill"), ("d1", "pd0", "decode"))
