@@ -38,7 +38,7 @@ def test_quick_demo(run: Callable[..., str], tmp_path: Path) -> None:
     with (out / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {(r["scenario"], r["policy"]) for r in rows} == {
-        (s, p) for s in ("drift", "mooncake") for p in (*DEFAULT_POLICIES, "ppo")
+        (s, p) for s in ("drift", "mooncake") for p in (*DEFAULT_POLICIES, "ppo", "learned")
     }
     assert all(int(r["seed"]) >= 2_000_000 for r in rows)
     content = json.loads((out / "metrics.json").read_text())

@@ -41,6 +41,8 @@ PAPER_POLICY = "static:threshold_tokens=19400"
 AGENT = "ppo"
 #: The trace is learned from up to here and compared on from here, in seconds of the trace.
 TRACE_CUT_S = 1200
+#: The policy that ships trained. It has learned on the trace too, up to 960 s.
+SHIPPED = "learned"
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,11 @@ def _say_training(result: TrainingResult, console: Console) -> None:
 
 
 def demo_rows(policy: Path) -> Sequence[Row]:
-    """Every rule, the other two deployments, and the agent."""
+    """Every rule, the other two deployments, the agent, and the policy that ships trained."""
     return [
         *rows_of(DEFAULT_POLICIES, deployments=False),
         Row(AGENT, functools.partial(LearnedPolicy, policy)),
+        *rows_of([SHIPPED], deployments=False),
     ]
 
 
