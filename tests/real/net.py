@@ -10,7 +10,8 @@ from pathlib import Path
 
 NEAR, FAR = "10.77.0.1", "10.77.0.2"
 #: What the token bucket lets through at once: transfers below about 1 MB look faster than the rate.
-BURST = "256kb"
+BURST_BYTES = 256 * 1024
+BURST = f"{BURST_BYTES}b"
 
 
 def _run(*command: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,7 +223,7 @@ async def _some_parts_over(live: Live, decode: HybridEngine) -> None:
 
 
 def test_a_worker_changes_its_role_under_load() -> None:
-    """Prefill to decode and back, three times each, while requests run: none lost, every token once."""
+    """Prefill to decode and back, ten times each, while requests run: none lost, every token once."""
     model = "qwen3-next"
     engines = {
         "p0": HybridEngine("role-p0", folder_of(model), "prefill"),
@@ -239,7 +238,7 @@ def test_a_worker_changes_its_role_under_load() -> None:
 
     async def work() -> None:
         expected = await asyncio.to_thread(generated, model, prompts, TOKENS)
-        async with routing(places, NEVER) as live:
+        async with routing(places, NEVER, moves={"actuator": {"kind": "http"}}) as live:
             stop, wrong, served = asyncio.Event(), [], 0
 
             async def client(k: int) -> None:
@@ -253,10 +252,10 @@ def test_a_worker_changes_its_role_under_load() -> None:
             clients = [asyncio.create_task(client(k)) for k in range(len(prompts))]
             took_s, refusals = [], 0
             try:
-                for role in ("decode", "prefill") * 3:
+                for role in ("decode", "prefill") * 10:
                     await _worked(live, "p1")
                     refusals += await _refused_while_busy(live, engines["p1"], role)
-                    took_s.append(await _move(live, engines["p1"], "p1", role))
+                    took_s.append(await _move(live, "p1", role))
             finally:
                 stop.set()
                 await asyncio.gather(*clients)
@@ -304,16 +303,12 @@ async def _refused_while_busy(live: Live, engine: HybridEngine, role: str) -> in
     return 0
 
 
-async def _move(live: Live, engine: HybridEngine, name: str, role: str) -> float:
-    """Drain in the router, change at the worker, relabel in the router; the seconds that took."""
+async def _move(live: Live, name: str, role: str) -> float:
+    """An operator's order: the router drains, calls the worker, verifies and relabels; the seconds that took."""
     began_s = time.monotonic()
-    assert (await live.admin("POST", f"/workers/{name}/drain")).status == 200
-    status, answer = await engine.turn(live.session, role, 60.0)
-    assert (status, answer["role"]) == (200, role), answer
     moved: Reply = await live.admin("POST", f"/workers/{name}/role", {"role": role})
     assert moved.status == 200, moved.body
-    with contextlib.suppress(KeyError):
-        assert moved.json["role"] == role
+    assert moved.json["role"] == role
     return time.monotonic() - began_s
 
 
