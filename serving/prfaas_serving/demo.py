@@ -26,6 +26,7 @@ from prfaas_env.workload.requests import RequestTable
 from prfaas_serving.app import Router
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.fake.cluster import FakeCluster, of_deployment, router_workers
+from prfaas_serving.processes import run_command
 from prfaas_serving.running import run_loop
 
 #: Thresholds in tokens and margins in seconds of the table.
@@ -361,15 +362,7 @@ def _figures(row: Row) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point of `python -m prfaas_serving.demo`."""
-    import sys
-
-    app = typer.Typer(add_completion=False)
-    app.command()(demo)
-    try:
-        app()
-    except PrfaasError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(demo)
 
 
 if __name__ == "__main__":

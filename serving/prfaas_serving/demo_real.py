@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ from prfaas_env.simulator.world import draw_world
 from prfaas_serving.config import RouterConfig
 from prfaas_serving.demo import OUTPUT_TOKENS, Row, decisions, measure, report
 from prfaas_serving.fake.link import ShapedLink
+from prfaas_serving.processes import run_command
 from prfaas_serving.running import run_loop
 from prfaas_serving.workers.processes import WorkerProcess, write_tiny_models
 
@@ -267,13 +267,7 @@ def demo(
 
 def main() -> None:
     """Entry point of `python -m prfaas_serving.demo_real`."""
-    app = typer.Typer(add_completion=False)
-    app.command()(demo)
-    try:
-        app()
-    except PrfaasError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(demo)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import aiohttp
 
 from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
 from prfaas_env.profiles.kv import KVLayout
-from prfaas_serving import workers
+from prfaas_serving.workers.processes import clean_environment, write_tiny_models
 from tests.real.engines import START_S, Engine
 
 #: The workers' environment and where models and logs go; `make test-hybrid` sets both.
@@ -27,10 +27,9 @@ MODELS = ("qwen3-next", "kimi-linear")
 
 def _python(*arguments: str, given: str | None = None) -> str:
     """Run the environment's Python; gives what it writes."""
-    settings = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(ENVIRONMENT / "bin" / "python"), *arguments],
-        env={**settings, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env=clean_environment(),
         input=given,
         capture_output=True,
         text=True,
@@ -44,7 +43,7 @@ def _python(*arguments: str, given: str | None = None) -> str:
 @cache
 def _written() -> Path:
     folder = FOLDER / "models"
-    _python(str(Path(workers.__file__).parent / "tiny_models.py"), str(folder), *MODELS)
+    write_tiny_models(ENVIRONMENT / "bin" / "python", folder, *MODELS)
     return folder
 
 

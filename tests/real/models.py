@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from functools import cache
 from pathlib import Path
 
 from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
 from prfaas_env.profiles.kv import KVLayout
-from prfaas_serving import workers
+from prfaas_serving.workers.processes import write_tiny_models
 from tests.real.engines import ENVIRONMENT, FOLDER
 
 
 @cache
 def _written() -> Path:
     folder = FOLDER / "models"
-    script = Path(workers.__file__).parent / "tiny_models.py"
-    settings = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(ENVIRONMENT / "bin" / "python"), str(script), str(folder), "dense", "hybrid"],
-        env={**settings, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the tiny models could not be written:\n{done.stderr[-2000:]}")
+    write_tiny_models(ENVIRONMENT / "bin" / "python", folder, "dense", "hybrid")
     return folder
 
 

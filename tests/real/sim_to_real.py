@@ -41,6 +41,8 @@ from prfaas_serving.decision_log import read_log
 from prfaas_serving.fake.spec import FakeSpec
 from prfaas_serving.fitting import Fitted, fit_deployment, write_fitted
 from prfaas_serving.measured import of_log
+from prfaas_serving.processes import run_command
+from prfaas_serving.workers.processes import write_tiny_models
 from tests.real.net import ShapedNetwork
 from tests.real.sim_to_real_results import (
     Piece,
@@ -607,12 +609,7 @@ def evaluate(folder: Path, seconds: float) -> dict[str, Any]:
 def _model(python: str, name: str, folder: Path) -> Path:
     path = folder / "models" / name
     if not (path / "config.json").exists():
-        maker = ROOT / "serving" / "prfaas_serving" / "workers" / "tiny_models.py"
-        done = subprocess.run(
-            [python, str(maker), str(path.parent), name], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise PrfaasError(f"the model cannot be made: {' '.join(done.stderr.split())[-300:]}")
+        write_tiny_models(Path(python), path.parent, name)
     return path
 
 
@@ -662,13 +659,7 @@ def study(
 
 def main() -> None:
     """Entry point."""
-    app = typer.Typer(add_completion=False)
-    app.command()(study)
-    try:
-        app()
-    except PrfaasError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(study)
 
 
 if __name__ == "__main__":

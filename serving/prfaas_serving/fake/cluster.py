@@ -24,6 +24,7 @@ from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.formulas import BITS_PER_BYTE
 from prfaas_serving.fake.link import ShapedLink
 from prfaas_serving.fake.spec import FakeSpec, of_scenario
+from prfaas_serving.processes import end_child
 
 
 @dataclass
@@ -171,18 +172,11 @@ class FakeCluster:
 
     async def close(self) -> None:
         """End all processes."""
-        for name, process in self._processes.items():
+        for process in self._processes.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGCONT)
-            if process.stdin is not None:
-                process.stdin.close()
-            try:
-                await asyncio.to_thread(process.wait, 5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            del name
+            await end_child(process)
         if self.link is not None:
             await self.link.close()
         if self._session is not None:

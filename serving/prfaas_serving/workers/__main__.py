@@ -17,6 +17,7 @@ import typer
 from pydantic import ValidationError
 
 from prfaas_env.base import PrfaasError, first_error, write_whole
+from prfaas_serving.processes import run_command
 from prfaas_serving.workers.model import Model
 from prfaas_serving.workers.server import ModelWorker
 from prfaas_serving.workers.settings import WorkerSettings
@@ -103,10 +104,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    try:
-        app()
-    except PrfaasError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prfaas_env.base import PrfaasError
+from prfaas_serving.processes import end_child
 
 #: A busy machine may take a minute to import torch a few times.
 _START_S = 300.0
@@ -110,11 +110,4 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        try:
-            await asyncio.to_thread(process.wait, 5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        await end_child(process)
