@@ -158,6 +158,21 @@ class Discoverer:
             self._health.watch(worker)
 
 
+async def _get_json(session: ClientSession, who: str, url: str, **options: Any) -> Any:
+    """The parsed answer.
+
+    Raises:
+        PrfaasError: none came, or another status than 200.
+    """
+    try:
+        async with session.get(url, **options) as answer:
+            if answer.status != 200:
+                raise PrfaasError(f"{who} answered {answer.status}")
+            return orjson.loads(await answer.read())
+    except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
+        raise PrfaasError(f"{who} cannot be read: {type(error).__name__}") from None
+
+
 class KubernetesSource:
     """Lists the EndpointSlices of Services (API group discovery.k8s.io/v1)."""
 
@@ -200,15 +215,13 @@ class KubernetesSource:
         slices: list[Any] = []
         parameters = {"labelSelector": f"kubernetes.io/service-name={service.service}", "limit": "500"}
         while True:
-            try:
-                async with self._session.get(
-                    url, params=parameters, headers={"Authorization": f"Bearer {token}"}
-                ) as answer:
-                    if answer.status != 200:
-                        raise PrfaasError(f"{where}: the API answered {answer.status}")
-                    page = orjson.loads(await answer.read())
-            except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
-                raise PrfaasError(f"{where}: the API cannot be read: {type(error).__name__}") from None
+            page = await _get_json(
+                self._session,
+                f"{where}: the API",
+                url,
+                params=parameters,
+                headers={"Authorization": f"Bearer {token}"},
+            )
             if not isinstance(page, dict) or not isinstance(page.get("items"), list):
                 raise PrfaasError(f"{where}: the API did not answer with a list")
             slices += page["items"]
@@ -261,16 +274,10 @@ class DynamoSource:
         Raises:
             PrfaasError: the frontend cannot be asked or answers something else.
         """
-        url = self._settings.url
-        try:
-            async with self._session.get(f"{url}/health") as answer:
-                if answer.status != 200:
-                    raise PrfaasError(f"dynamo: {url}/health answered {answer.status}")
-                found = read_instances(orjson.loads(await answer.read()))
-        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
-            raise PrfaasError(f"dynamo: {url}/health cannot be read: {type(error).__name__}") from None
+        page = f"{self._settings.url}/health"
+        found = read_instances(await _get_json(self._session, f"dynamo: {page}", page))
         if found is None:
-            raise PrfaasError(f"dynamo: {url}/health has no list of instances")
+            raise PrfaasError(f"dynamo: {page} has no list of instances")
         specs = [self._of(group, i) for i in found if (group := self._group(i)) is not None]
         return sorted(specs, key=lambda spec: spec.name)
 

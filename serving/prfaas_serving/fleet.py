@@ -153,6 +153,11 @@ class Worker:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def auth(self) -> dict[str, str]:
+        """The header that shows its key, none without one."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
     def url(self, path: str) -> URL:
         """Address of a path of this worker."""
         found = self._urls.get(path)
@@ -623,7 +628,8 @@ class Fleet:
         """All pools."""
         return [self.decode, self.local_prefill, *self.remote_prefill.values()]
 
-    def _home(self, worker: Worker) -> Pool:
+    def home(self, worker: Worker) -> Pool:
+        """The pool that it belongs to by cluster and role."""
         if worker.cluster != self.pd:
             return self.remote_prefill[worker.cluster]
         return self.local_prefill if worker.role == "prefill" else self.decode
@@ -636,7 +642,7 @@ class Fleet:
         if worker.cluster == self.pd:
             worker.take_role(self.state.role_of(spec))
             worker.holds |= self.state.holds(spec)
-        self._home(worker).workers.append(worker)
+        self.home(worker).workers.append(worker)
         return worker
 
     def remove(self, worker: Worker) -> None:
@@ -669,11 +675,11 @@ class Fleet:
 
     def relabel(self, worker: Worker, role: RoleName) -> None:
         """Move a worker to another role: its counters stay, new requests see it there."""
-        pool = self._home(worker)
+        pool = self.home(worker)
         if worker in pool.workers:
             pool.workers.remove(worker)
         worker.take_role(role)
-        home = self._home(worker)
+        home = self.home(worker)
         home.workers.append(worker)
         for touched in (pool, home):
             self._wake(touched)
@@ -689,7 +695,7 @@ class Fleet:
     def freed(self, worker: Worker) -> None:
         """A place at a worker may be free."""
         if not worker.removed:
-            self._home(worker).freed()
+            self.home(worker).freed()
 
     def _wake(self, pool: Pool) -> None:
         for _ in range(pool.waiting):

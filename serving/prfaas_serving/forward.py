@@ -181,8 +181,7 @@ class Forwarder:
             k: body[k] for k in ("model", "prompt", "messages", "tools", "chat_template_kwargs") if k in body
         }
         headers = {"Content-Type": "application/json"}
-        if worker.api_key:
-            headers["Authorization"] = f"Bearer {worker.api_key}"
+        headers.update(worker.auth)
         try:
             async with self.upstream.session.post(
                 worker.url("/tokenize"), data=orjson.dumps(asked), headers=headers

@@ -87,10 +87,9 @@ class HealthChecker:
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         """(status, body); (0, b"") if there was no answer."""
         timeout = ClientTimeout(total=self._f.config.health.probe_timeout_s)
-        headers = {"Authorization": f"Bearer {worker.api_key}"} if worker.api_key else {}
         try:
             async with self._f.upstream.session.get(
-                worker.url(path), timeout=timeout, headers=headers
+                worker.url(path), timeout=timeout, headers=worker.auth
             ) as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, ConnectionError, TimeoutError):

@@ -132,8 +132,7 @@ class Upstream:
         headers["X-Request-Id"] = attempt_id
         for name, value in leg.headers.items():
             headers[name] = value
-        if worker.api_key:
-            headers["Authorization"] = f"Bearer {worker.api_key}"
+        headers.update(worker.auth)
         return headers
 
     async def send(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from prfaas_serving.backends.base import FetchJson, Flow, HandOver, Leg, Plain
-from prfaas_serving.backends.dynamo_instances import read_instances
+from prfaas_serving.backends.dynamo_instances import Instance, read_instances
 from prfaas_serving.fleet import Worker
 from prfaas_serving.requests import Job
 
@@ -51,8 +51,12 @@ class DynamoDirect(Plain):
         """An instance that is not listed any more is answered with 400, in the words of a client's mistake."""
         if status not in (400, 404):
             return None
+        listed: dict[str, list[Instance] | None] = {}  # workers behind one frontend share its list
         for worker in workers:
-            instances = read_instances(await fetch(worker, str(worker.url("/health"))))
+            page = str(worker.url("/health"))
+            if page not in listed:
+                listed[page] = read_instances(await fetch(worker, page))
+            instances = listed[page]
             if instances is not None and worker.spec.instance_id not in {i.instance_id for i in instances}:
                 return worker
         return None

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import aiohttp
 import orjson
@@ -152,8 +152,8 @@ class Actuator(ABC):
         """
         worker = self._site.fleet.workers.get(name)
         headers = {} if body is None else {"Content-Type": "application/json"}
-        if worker is not None and worker.api_key:
-            headers["Authorization"] = f"Bearer {worker.api_key}"
+        if worker is not None:
+            headers.update(worker.auth)
         data = None if body is None else orjson.dumps(body)
         try:
             # no limit of its own: the step has one
@@ -183,17 +183,17 @@ async def patiently(ask: Callable[[], Awaitable[_Found]]) -> _Found:
         await asyncio.sleep(0.3)
 
 
-def is_role(found: Any) -> bool:
+def is_role(found: Any) -> TypeGuard[RoleName]:
     """Whether something a worker said is a role."""
     return found in ("prefill", "decode", "both")
 
 
-async def within(seconds: float, work: Awaitable[None], code: str, what: Callable[[], str]) -> None:
+async def within(seconds: float, work: Awaitable[_Found], code: str, what: Callable[[], str]) -> _Found:
     """Await a step; one that takes too long has failed. `what` says then how it stands."""
     began_s = time.monotonic()
     try:
         async with asyncio.timeout(seconds):
-            await work
+            return await work
     except TimeoutError:
         took_s = time.monotonic() - began_s
         raise StepFailed(code, f"{what()} after {took_s:.3g} s") from None

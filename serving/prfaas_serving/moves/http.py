@@ -46,8 +46,7 @@ class Http(Actuator):
                 f"worker {move.worker!r} does not tell its role: status {status}, role {found!r}; "
                 "allowed: prefill, decode, both",
             )
-        role: RoleName = found  # type: ignore[assignment]
-        return role
+        return found
 
 
 def _reason(answer: object) -> str:

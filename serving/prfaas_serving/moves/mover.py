@@ -53,15 +53,14 @@ class Mover:
             fleet.changes.before = RoleChange(
                 last.worker, fleet.pd, last.from_role, last.to_role, "", done_s, done_s, "done"
             )
-        found = self._state.found
-        self._unfinished: RoleChange | None = None
+        found = self._state.move
+        self._unfinished: tuple[OpenMove, RoleChange] | None = None
         if found is not None:
             # under way from the very start, so that nothing else is ordered before it is settled
-            self._unfinished = fleet.changes.enter(
-                RoleChange(
-                    found.worker, found.cluster, found.from_role, found.to_role, found.by, time.monotonic()
-                )
+            change = RoleChange(
+                found.worker, found.cluster, found.from_role, found.to_role, found.by, time.monotonic()
             )
+            self._unfinished = found, fleet.changes.enter(change)
 
     # ------------------------------------------------------------------ life
 
@@ -115,7 +114,10 @@ class Mover:
         if worker.role == role and "out" not in worker.holds:
             return worker.as_json(time.monotonic())
         if "out" not in worker.holds:
-            self._keep_one(worker)
+            try:
+                self._keep_one(worker)
+            except StepFailed as failure:
+                raise ClientError(409, str(failure), failure.code) from None
         move = OpenMove(
             worker=worker.name,
             url=worker.spec.url,
@@ -135,11 +137,8 @@ class Mover:
         except StepFailed as failure:
             outcome = failure.code
             became = await self._undo(move, failure)
-            status = 502 if failure.code.startswith("not_switched") or not failure.safe else 409
+            status = 502 if failure.code == "not_switched" or not failure.safe else 409
             raise ClientError(status, f"{failure}; {became}", failure.code) from None
-        except ClientError as refusal:
-            outcome = refusal.code
-            raise
         except asyncio.CancelledError:
             self._cancelled(change)
             raise
@@ -167,7 +166,7 @@ class Mover:
 
         def keep() -> None:
             if not out:
-                self._keep_one(worker, StepFailed)
+                self._keep_one(worker)
 
         await within(
             drain_s,
@@ -175,7 +174,10 @@ class Mover:
             "not_drained",
             lambda: f"worker {worker.name!r} still has {worker.in_flight} requests",
         )
-        move = move.model_copy(update={"memo": await self._prepared(move)})
+        memo = await within(
+            self._s.switch_s, self.actuator.prepare(move), "not_switched", lambda: "no end of the preparation"
+        )
+        move = move.model_copy(update={"memo": memo})
         self._note(move, "switch")
         await self._switch(move, move.to_role)
         if switch_s > 0.0:
@@ -185,25 +187,11 @@ class Mover:
         keep()
         self._finish(move)
 
-    async def _prepared(self, move: OpenMove) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-
-        async def prepare() -> None:
-            found.update(await self.actuator.prepare(move))
-
-        await within(self._s.switch_s, prepare(), "not_switched", lambda: "no end of the preparation")
-        return found
-
-    def _keep_one(self, worker: Worker, kind: type[Exception] = ClientError) -> None:
+    def _keep_one(self, worker: Worker) -> None:
         """Raise if nobody else could serve what this worker serves."""
         now_s = time.monotonic()
-        pool = self._fleet.local_prefill if worker.role == "prefill" else self._fleet.decode
-        if any(w is not worker and w.usable(now_s) for w in pool.workers):
-            return
-        text = f"{worker.name!r} is the last usable {worker.role} worker"
-        if kind is StepFailed:
-            raise StepFailed("last_of_role", text)
-        raise ClientError(409, text, "last_of_role")
+        if not any(w is not worker and w.usable(now_s) for w in self._fleet.home(worker).workers):
+            raise StepFailed("last_of_role", f"{worker.name!r} is the last usable {worker.role} worker")
 
     async def _switch(self, move: OpenMove, role: RoleName) -> None:
         """Have it switch; it may need a moment to see that its last request is over."""
@@ -307,16 +295,12 @@ class Mover:
 
     async def _now(self, move: OpenMove, within_s: float | None = None) -> RoleName | None:
         """What the worker says it is."""
-        found: list[RoleName | None] = []
-
-        async def ask() -> None:
-            found.append(await patiently(lambda: self.actuator.role_of(move)))
-
-        limit_s = self._s.verify_s if within_s is None else within_s
-        await within(
-            limit_s, ask(), "not_verified", lambda: f"worker {move.worker!r} has not said what it is"
+        return await within(
+            self._s.verify_s if within_s is None else within_s,
+            patiently(lambda: self.actuator.role_of(move)),
+            "not_verified",
+            lambda: f"worker {move.worker!r} has not said what it is",
         )
-        return found[0]
 
     def _take_out(self, move: OpenMove, reason: str) -> str:
         worker = self._fleet.workers.get(move.worker)
@@ -359,10 +343,9 @@ class Mover:
 
     async def recover(self) -> None:
         """Settle the move that an earlier run left unfinished."""
-        move, change = self._state.found, self._unfinished
-        if move is None or change is None:
+        if self._unfinished is None:
             return
-        self._unfinished = None
+        (move, change), self._unfinished = self._unfinished, None
         log.warning(
             "worker %s was on its way from %s to %s (%s) when the router ended",
             *(move.worker, move.from_role, move.to_role, move.step),
@@ -376,7 +359,6 @@ class Mover:
             outcome = "not_verified"
             log.exception("worker %s", move.worker)
             self._take_out(move, f"unfinished before a restart: {one_line(error)}")
-        self._state.found = None
         self._ended(change, outcome)
 
     async def _settle(self, move: OpenMove) -> str:
@@ -410,7 +392,7 @@ class Mover:
     def _keep_others(self, move: OpenMove) -> None:
         worker = self._fleet.workers.get(move.worker)
         if worker is not None and "out" not in worker.holds and worker.role == move.from_role:
-            self._keep_one(worker, StepFailed)
+            self._keep_one(worker)
 
     async def _until_up(self, move: OpenMove) -> None:
         """Health checks, and sources of workers, need a moment after a start."""

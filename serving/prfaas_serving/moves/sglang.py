@@ -68,14 +68,14 @@ class Sglang(Actuator):
         """The role that all of its schedulers have."""
         states = await self._states("not_verified", move.url, move.worker)
         found = {state.get("disaggregation_mode") for state in states}
-        if len(found) != 1 or not is_role(next(iter(found))):
+        only = next(iter(found)) if len(found) == 1 else None
+        if not is_role(only):
             named = ", ".join(sorted(map(str, found))) or "nothing"
             raise StepFailed(
                 "not_verified",
                 f"worker {move.worker!r}: internal_states of {INFO_PATH} say {named}; allowed: one role",
             )
-        role: RoleName = found.pop()  # type: ignore[assignment]
-        return role
+        return only
 
     async def verify(self, move: OpenMove, role: RoleName) -> None:
         """By its own words, by a switch to where it is, which a broken server refuses, then by a generation."""

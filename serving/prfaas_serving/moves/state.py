@@ -93,8 +93,6 @@ class MoveState:
     def __init__(self, path: str | None, pd: str) -> None:
         self.path = None if path is None else Path(path)
         self._now = self._read(pd)
-        self.found = self._now.move
-        """The move that an earlier run left unfinished; None once it is settled."""
 
     def _read(self, pd: str) -> _File:
         if self.path is None or not self.path.exists():
