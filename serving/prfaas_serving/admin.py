@@ -31,6 +31,7 @@ from prfaas_env.base import Frozen, PrfaasError
 from prfaas_env.decision import CacheRule, ClusterDecision
 from prfaas_serving.cache_index import EngineEvents
 from prfaas_serving.config import ControlMode, RoleName, WorkerSpec, validate
+from prfaas_serving.decision_log import requests_json
 from prfaas_serving.fleet import Worker
 from prfaas_serving.paths import finite
 from prfaas_serving.requests import ClientError, parse_json
@@ -149,7 +150,7 @@ class AdminApi:
         if key == ("GET", "requests"):
             return {
                 "header": control.header().as_json(),
-                "requests": [line.as_json() for line in control.requests],
+                "requests": requests_json(control.requests),
             }
         if key == ("PUT", "mode"):
             order: ModeOrder = await self._body(request, ModeOrder)

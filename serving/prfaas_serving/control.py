@@ -216,8 +216,7 @@ class ControlLoop:
         self.last: Telemetry | None = None
         """The last reading."""
         self.recent: deque[DecisionLine] = deque(maxlen=RECENT)
-        self.requests: deque[RequestLine] = deque(maxlen=RECENT_REQUESTS)
-        """The last requests that ended, as in the log."""
+        self._recent_ended: deque[tuple[float, Ended]] = deque(maxlen=RECENT_REQUESTS)
         self.alarms: dict[str, str] = {}
         """What is wrong now, by name."""
         self.n = 0
@@ -591,9 +590,19 @@ class ControlLoop:
     def _event(self, what: What, text: str, **fields: Any) -> None:
         self._write(EventLine(time_ns=self.clock.ns(time.monotonic()), what=what, text=text, **fields))
 
+    @property
+    def requests(self) -> list[RequestLine]:
+        """The last requests that ended, as in the log."""
+        return [self._request_line(now_s, ended) for now_s, ended in self._recent_ended]
+
     def _request_ended(self, now_s: float, ended: Ended) -> None:
+        self._recent_ended.append((now_s, ended))
+        if self.log is not None:
+            self._write(self._request_line(now_s, ended))
+
+    def _request_line(self, now_s: float, ended: Ended) -> RequestLine:
         scale = self.clock.time_scale
-        line = RequestLine(
+        return RequestLine(
             arrival_ns=self.clock.ns(ended.arrival_s),
             input_tokens=ended.input_tokens,
             incremental_tokens=ended.incremental_tokens,
@@ -606,8 +615,6 @@ class ControlLoop:
             pd=self._pd,
             legs=None if ended.legs is None else self._leg_times(ended.legs),
         )
-        self.requests.append(line)
-        self._write(line)
 
     def _leg_times(self, legs: Legs) -> LegTimes:
         def ns(at_s: float | None) -> int | None:

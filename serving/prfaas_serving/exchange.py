@@ -98,7 +98,6 @@ class Exchange:
             await self._decide()
         else:
             f.metrics.decisions.labels("alone", job.local_reason).inc()
-            self._trip.route = Route("alone", f.fleet.pd, job.local_reason)
         if (
             self._trip.route.kind != "remote"
             and not self._legs.may_be_alone()

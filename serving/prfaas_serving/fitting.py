@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,14 +311,7 @@ def fit_deployment(measured: Measured, base: Scenario | None = None, name: str =
 
 def profile_yaml(model: ModelProfile) -> str:
     """A model as a file of the catalogue's schema."""
-    content: dict[str, Any] = {
-        "name": model.name,
-        "kv": model.kv.model_dump(mode="json"),
-        "kv_source": model.kv_source,
-        "hardware": {k: v.model_dump(mode="json", exclude_none=True) for k, v in model.hardware.items()},
-    }
-    if model.max_input_tokens is not None:
-        content["max_input_tokens"] = model.max_input_tokens
+    content = model.model_dump(mode="json", exclude_none=True)
     CatalogueEntry.model_validate(content)
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
 
@@ -328,8 +322,6 @@ def write_fitted(fitted: Fitted, folder: Path) -> list[Path]:
     Raises:
         PrfaasError: a file cannot be written.
     """
-    import json
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -275,7 +275,7 @@ class HealthChecker:
             "max_tokens": 1,
         }
         job = Job(COMPLETIONS, "POST", "", orjson.dumps(body), body, CIMultiDict(), "canary")
-        exchange = Exchange(self._f, job, route, pinned or {})
+        exchange = Exchange(self._f, job, route, pinned)
         try:
             answer = await exchange.open()
             await exchange.pass_on(answer, _Nowhere())

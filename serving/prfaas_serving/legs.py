@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -27,13 +27,11 @@ from prfaas_serving.fleet import Attempt, NoWorker, Pool, Worker
 from prfaas_serving.forward import Forwarder, Handle, Legs
 from prfaas_serving.length import Prompt
 from prfaas_serving.paths import Flow as LinkFlow
-from prfaas_serving.requests import Job, answer_headers, cached_tokens_of
+from prfaas_serving.requests import KV_BYTES_HEADER, Job, answer_headers, cached_tokens_of
 from prfaas_serving.upstream import LegFailure
 
 log = logging.getLogger("prfaas_serving.legs")
 
-#: Where a decode worker says how many bytes of KV it fetched (the project's own worker does).
-KV_BYTES_HEADER = "X-Prfaas-Kv-Bytes"
 #: After a failed decode leg, how long its partner may take to say that it failed first.
 _BLAME_S = 0.05
 #: How long a prefill leg whose client has left may take to hand over a name for what it staged. Cut off in the moment
@@ -79,8 +77,7 @@ class Trip:
 
     def legs_run(self) -> Legs:
         """When its legs ran; a prefill whose cache was not used is none of the answer's."""
-        ran = self.ran
-        ran.attempts = max(self.number, 1)
+        ran = replace(self.ran, attempts=max(self.number, 1))
         if self.route.kind == "alone":
             ran.prefill_cluster = ran.prefill_worker = None
             ran.prefill_sent_s = ran.prefill_ahead = ran.prefill_end_s = None
@@ -147,8 +144,15 @@ class LegRunner:
             else fleet.remote_prefill[self.trip.route.cluster]
         )
 
+    def _tokens(self) -> int:
+        return 1 if self.trip.prompt is None else self.trip.prompt.tokens
+
+    def _kv_bits(self) -> float:
+        """Bits of KV that go from the prefill worker to the decode worker."""
+        return self.link_flow[1].bits if self.link_flow is not None else self._f.paths.kv_bits(self._tokens())
+
     def _new_and_cached(self) -> tuple[int, int]:
-        tokens = 1 if self.trip.prompt is None else self.trip.prompt.tokens
+        tokens = self._tokens()
         cached = min(self.trip.cached.by_cluster.get(self.trip.route.cluster, 0), tokens - 1)
         return tokens - cached, cached
 
@@ -198,7 +202,7 @@ class LegRunner:
 
         worker, self.decode = await f.fleet.decode.acquire(
             f.config.deadlines.queue_s,
-            tokens=1 if self.trip.prompt is None else self.trip.prompt.tokens,
+            tokens=self._tokens(),
             affinity=self.trip.cached.decode_holder,
             avoid=self.trip.avoid,
             apart=apart,
@@ -212,10 +216,8 @@ class LegRunner:
     def _transfer_deadline_s(self) -> float:
         """Time from the end of the prefill to the first content."""
         f, d = self._f, self._f.config.deadlines
-        new, cached = self._new_and_cached()
-        bits = self.link_flow[1].bits if self.link_flow is not None else f.paths.kv_bits(new + cached)
         return f.paths.transfer_deadline_s(
-            self.trip.route.cluster, bits, d.transfer_factor, d.transfer_floor_s, time.monotonic()
+            self.trip.route.cluster, self._kv_bits(), d.transfer_factor, d.transfer_floor_s, time.monotonic()
         )
 
     # ------------------------------------------------------------------ the flows
@@ -476,10 +478,7 @@ class LegRunner:
     def _transferred(self, prefill: Worker, decode: Worker) -> None:
         f = self._f
         self.fetching = False
-        new, cached = self._new_and_cached()
-        decode.told_bits += (
-            self.link_flow[1].bits if self.link_flow is not None else f.paths.kv_bits(new + cached)
-        )
+        decode.told_bits += self._kv_bits()
         self.settle_link(arrived=True)
         self._asked(decode)
         f.fleet.pairs.worked(prefill.name, decode.name)

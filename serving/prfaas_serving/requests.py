@@ -86,6 +86,8 @@ _NOT_FORWARDED = (
 #: Names of the output limit, per API, that a prefill leg must clamp.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
+#: Where a decode worker says how many bytes of KV it fetched (the project's own worker does).
+KV_BYTES_HEADER = "X-Prfaas-Kv-Bytes"
 ROUTE_HEADER = "X-Prfaas-Route"
 REASON_HEADER = "X-Prfaas-Reason"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -31,7 +31,14 @@ from aiohttp import web
 from yarl import URL
 
 from prfaas_env.base import PrfaasError
-from prfaas_serving.requests import CHAT, COMPLETIONS, ClientError, parse_json, request_id
+from prfaas_serving.requests import (
+    CHAT,
+    COMPLETIONS,
+    KV_BYTES_HEADER,
+    ClientError,
+    parse_json,
+    request_id,
+)
 from prfaas_serving.workers.metrics import WorkerMetrics
 from prfaas_serving.workers.model import Cache, Model, ModelThread
 from prfaas_serving.workers.parts import digest_of
@@ -440,7 +447,7 @@ class ModelWorker:
                 source.labels("local_compute").inc(1)
                 headers = {
                     "X-Prfaas-Kv-Source": "external",
-                    "X-Prfaas-Kv-Bytes": str(transfer.tensor_bytes),
+                    KV_BYTES_HEADER: str(transfer.tensor_bytes),
                     "X-Prfaas-Kv-Seconds": f"{transfer.last_byte_s:.6f}",
                 }
                 if transfer.prefill_s is not None:
