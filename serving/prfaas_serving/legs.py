@@ -317,7 +317,8 @@ class LegRunner:
             if response is not None:
                 response.release() if response.content.at_eof() else response.close()
         answer = prefill_answer(raw, response.headers.get("Content-Type", ""))
-        f.metrics.prefill_seconds.labels(self.trip.route.kind).observe(time.monotonic() - began_s)
+        ended_s = self.trip.ran.prefill_end_s = time.monotonic()
+        f.metrics.prefill_seconds.labels(self.trip.route.kind).observe(ended_s - began_s)
         return answer
 
     def _prefilled(self, place: Attempt) -> None:
@@ -326,8 +327,6 @@ class LegRunner:
         place.worker.answered()
         place.worker.probed = True
         f.fleet.release(place)
-        if f.backend.flow is not Flow.SINGLE:
-            self.trip.ran.prefill_end_s = time.monotonic()
         if f.index is not None and self.trip.blocks is not None:
             f.index.store(f.chooser.cache_key(place.worker), self.trip.blocks)
 

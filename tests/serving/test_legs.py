@@ -55,6 +55,7 @@ def test_both_legs_with_their_places_and_times(backend: str, prompt: Any) -> Non
                 assert end <= decode <= first + 2000
             else:
                 assert sent <= decode <= first + 2000, "both legs are sent at once"
+                assert end <= first + 2000, "taken when the answer came, not when it was looked at"
 
     run(work)
 
