@@ -459,6 +459,31 @@ def test_a_worker_becomes_the_last_one_after_its_switch() -> None:
     virtually(work)
 
 
+def test_an_actuator_that_breaks_leaves_nothing_under_way(tmp_path: Path) -> None:
+    """Whatever an actuator raises, the worker is settled and the next move may come."""
+
+    async def work() -> None:
+        world = World(tmp_path)
+        run = Run(world)
+
+        def watch() -> None:
+            if world.calls and world.calls[-1] == "ask l1":
+                world.watch = lambda: None
+                raise TypeError("an answer nobody thought of")
+
+        world.watch = watch
+        with pytest.raises(TypeError):
+            await run.mover.change_role(run.worker("l1"), "decode", 5.0)
+        assert run.fleet.changes.under_way == {}
+        assert run.roles() == CONFIGURED
+        assert run.worker("l1").usable(time.monotonic())
+        await run.mover.change_role(run.worker("l1"), "decode", 5.0)
+        assert run.roles()["l1"] == "decode"
+        run.settled()
+
+    virtually(work)
+
+
 def test_without_a_place_to_write_nothing_is_asked(tmp_path: Path) -> None:
     async def work() -> None:
         folder = tmp_path / "gone"

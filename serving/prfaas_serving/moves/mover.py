@@ -142,6 +142,10 @@ class Mover:
         except asyncio.CancelledError:
             self._cancelled(change)
             raise
+        except Exception as error:
+            outcome = "not_verified"
+            await self._undo(move, StepFailed(outcome, one_line(error)))
+            raise
         finally:
             if outcome != "cancelled":
                 self._ended(change, outcome)
