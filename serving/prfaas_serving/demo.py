@@ -230,7 +230,7 @@ async def measure(stage: Stage, requests: RequestTable, chosen: Sequence[Cluster
     """Run the requests once per row, each through a router of its own.
 
     Args:
-        stage: the workers.
+        stage: the workers, started.
         requests: the load.
         chosen: one row each: a decision that stays, or a policy for the control loop.
 
@@ -238,28 +238,39 @@ async def measure(stage: Stage, requests: RequestTable, chosen: Sequence[Cluster
         PrfaasError: the workers do not come up, or a policy is wrong.
     """
     rows = []
+    for number, decision in enumerate(chosen):
+        row = Row(decision)
+        router = Router(Resolved(stage.config(decision if isinstance(decision, str) else None)))
+        await router.start()
+        try:
+            await _ready(router)
+            before = await stage.carried_bytes()
+            if not isinstance(decision, str):
+                router.forwarder.holder.set(decision, "admin", "demonstration")
+            url = f"http://127.0.0.1:{router.port}/v1/completions"
+            await load(url, requests, stage.time_scale, row, number, body_of=stage.body)
+            row.link_bytes = await stage.carried_bytes() - before
+            if router.control is not None:
+                row.moves = router.control.counts["moves"]
+            rows.append(row)
+        finally:
+            await router.close()
+    return rows
+
+
+async def on_fakes(
+    scenario: Scenario,
+    time_scale: float,
+    requests: RequestTable,
+    chosen: Sequence[ClusterDecision | str],
+) -> list[Row]:
+    """`measure` on the fake workers of a scenario, which are started for it and ended."""
+    stage = FakeStage(scenario, time_scale)
     try:
         await stage.start()
-        for number, decision in enumerate(chosen):
-            row = Row(decision)
-            router = Router(Resolved(stage.config(decision if isinstance(decision, str) else None)))
-            await router.start()
-            try:
-                await _ready(router)
-                before = await stage.carried_bytes()
-                if not isinstance(decision, str):
-                    router.forwarder.holder.set(decision, "admin", "demonstration")
-                url = f"http://127.0.0.1:{router.port}/v1/completions"
-                await load(url, requests, stage.time_scale, row, number, body_of=stage.body)
-                row.link_bytes = await stage.carried_bytes() - before
-                if router.control is not None:
-                    row.moves = router.control.counts["moves"]
-                rows.append(row)
-            finally:
-                await router.close()
+        return await measure(stage, requests, chosen)
     finally:
         await stage.close()
-    return rows
 
 
 async def _ready(router: Router) -> None:
@@ -325,7 +336,7 @@ def demo(
             console.print(
                 f"no policy {name!r} is installed: no row; --policy FOLDER names a bundle", highlight=False
             )
-    rows = run_loop(measure(FakeStage(loaded, time_scale), requests, decisions(policies or ())))
+    rows = run_loop(on_fakes(loaded, time_scale, requests, decisions(policies or ())))
     report(rows, console, out)
 
 

@@ -63,13 +63,9 @@ class RealStage:
         self._link_bps = link_bps
         self._load = load
         self._workers: dict[str, WorkerProcess] = {}
-        self._began = False
 
     async def start(self) -> None:
-        """Write the model, start the workers, measure them, write the scenario. Once: what runs already stays."""
-        if self._began:
-            return
-        self._began = True
+        """Write the model, start the workers, measure them, write the scenario."""
         write_tiny_models(self._python, self._model.parent, self._model.name)
         kv_port = _free_port()
         via = await self._link.listen("127.0.0.1", kv_port)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ json.dump(found, sys.stdout)
 
 @dataclass
 class HybridEngine(Engine):
-    """One of the project's own workers; `settings` are its `--set` values."""
-
-    values: dict[str, Any] = field(default_factory=dict)
+    """One of the project's own workers."""
 
     @property
     def _ports(self) -> Path:
@@ -107,7 +105,6 @@ class HybridEngine(Engine):
             ),
             *("--role", self.role, "--host", self.host, "--port", str(port or 0)),
             *("--ready-file", str(self._ports)),
-            *(part for name, value in self.values.items() for part in ("--set", f"{name}={value}")),
         ]
         self.run(command, {"OMP_NUM_THREADS": "1"}, FOLDER / f"{self.name}.log")
 

@@ -91,7 +91,7 @@ def test_the_demonstration_in_small() -> None:
         ClusterDecision(threshold_tokens=0.0),
         "static:threshold_tokens=10000",
     ]
-    rows = run_loop(demo.measure(demo.FakeStage(scenario, 0.05), requests, chosen))
+    rows = run_loop(demo.on_fakes(scenario, 0.05, requests, chosen))
     assert [r.name for r in rows] == ["never remote", "always remote", "static:threshold_tokens=10000"]
     assert [(len(r.ttft_s), r.failed) for r in rows] == [(len(requests), 0)] * 3
     above = int((requests.input_tokens > 10_000).sum())

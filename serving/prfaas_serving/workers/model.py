@@ -76,6 +76,8 @@ class ModelThread:
         self.chunk_tokens = chunk_tokens
         self.waiting = 0
         """Prefills that wait for their turn."""
+        self.running = 0
+        """Prefills at the model: 1 or 0."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._turn = asyncio.Lock()
 
@@ -107,6 +109,7 @@ class ModelThread:
             await self._turn.acquire()
         finally:
             self.waiting -= 1
+        self.running += 1
         try:
             if began is not None:
                 began()
@@ -116,6 +119,7 @@ class ModelThread:
                 await self.call(self._piece, loop, cache, ids, start, stop, emit)
             return cache
         finally:
+            self.running -= 1
             self._turn.release()
 
     def _piece(

@@ -117,11 +117,6 @@ class Assembly:
         self.parts: list[Part] = []
         self._upto = [0] * len(law.layers)
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors so far."""
-        return sum(part.tensor_bytes for part in self.parts)
-
     def add(self, layer: int, start: int, stop: int, data: bytes) -> None:
         """Take the next part of a layer.
 

@@ -64,7 +64,6 @@ class WorkerProcess:
     folder: Path
     values: Mapping[str, Any] = field(default_factory=dict)
     port: int = 0
-    kv_port: int = 0
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -102,8 +101,7 @@ class WorkerProcess:
                     f"worker {self.name} did not start: {lines[-1] if lines else 'no reason given'}"
                 )
             await asyncio.sleep(0.1)
-        ports = json.loads(file.read_text(encoding="utf-8"))
-        self.port, self.kv_port = ports["port"], ports["kv_port"]
+        self.port = json.loads(file.read_text(encoding="utf-8"))["port"]
 
     async def close(self) -> None:
         """End it; safe to call again."""

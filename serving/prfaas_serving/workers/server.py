@@ -31,6 +31,7 @@ from aiohttp import web
 from yarl import URL
 
 from prfaas_env.base import PrfaasError
+from prfaas_serving import sse
 from prfaas_serving.requests import (
     CHAT,
     COMPLETIONS,
@@ -90,7 +91,6 @@ class ModelWorker:
         self._thread = ModelThread(model, settings.chunk_tokens)
         self._next_role: Role | None = None
         self._legs: dict[Role, int] = {"prefill": 0, "decode": 0}
-        self._prefills = 0
         self._decoding = 0
         self._decode_waiting = 0
         self._slots = asyncio.Semaphore(settings.max_sequences)
@@ -174,17 +174,16 @@ class ModelWorker:
             self._authorize(request)
             return await handler(request)
         except ClientError as error:
-            retry = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:.0f}"}
-            return web.Response(status=error.status, body=error.body(), content_type=_JSON, headers=retry)
+            failure = error
         except ConnectionError:
             raise asyncio.CancelledError from None  # the client has gone
         except web.HTTPException as error:
             failure = ClientError(error.status, error.reason, "http")
-            return web.Response(status=error.status, body=failure.body(), content_type=_JSON)
         except Exception:
             log.exception("a request failed")
             failure = ClientError(500, "the model failed", "model_failed")
-            return web.Response(status=500, body=failure.body(), content_type=_JSON)
+        retry = {} if failure.retry_after_s is None else {"Retry-After": f"{failure.retry_after_s:.0f}"}
+        return web.Response(status=failure.status, body=failure.body(), content_type=_JSON, headers=retry)
 
     def _authorize(self, request: web.Request) -> None:
         key = self.settings.api_key
@@ -204,7 +203,7 @@ class ModelWorker:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         m = self.metrics
-        m.running.set(self._prefills + self._decoding)
+        m.running.set(self._thread.running + self._decoding)
         m.waiting.set(self._thread.waiting + self._decode_waiting + self._pulls)
         m.by_reason.labels("deferred").set(self._pulls)
         m.by_reason.labels("capacity").set(self._thread.waiting + self._decode_waiting)
@@ -363,16 +362,8 @@ class ModelWorker:
 
     async def _compute(self, staged: Staged, ids: tuple[int, ...]) -> None:
         """Prefill; the parts go to `staged` as they come."""
-        began = False
-
-        def begin() -> None:
-            nonlocal began
-            began = True
-            self._prefills += 1
-            staged.begin()
-
         try:
-            await self._thread.prefill(ids, begin, staged.add)
+            await self._thread.prefill(ids, staged.begin, staged.add)
             staged.end()
             self.metrics.prefill_seconds.observe(staged.prefill_s or 0.0)
             self.metrics.prompt_tokens.labels("local_compute").inc(staged.tokens)
@@ -384,8 +375,6 @@ class ModelWorker:
             log.exception("a prefill failed")
             self.store.drop(staged)
             staged.fail("the model failed")
-        finally:
-            self._prefills -= began
 
     def _handle(self, staged: Staged) -> dict[str, Any]:
         """What the decode leg needs, in vLLM's words."""
@@ -461,12 +450,8 @@ class ModelWorker:
         def begin() -> None:
             nonlocal began_s
             began_s = time.monotonic()
-            self._prefills += 1
 
-        try:
-            cache = await self._thread.prefill(asked.ids[:-1], begin)
-        finally:
-            self._prefills -= began_s > 0.0
+        cache = await self._thread.prefill(asked.ids[:-1], begin)
         took_s = time.monotonic() - began_s
         self.metrics.prefill_seconds.observe(took_s)
         headers["X-Prfaas-Prefill-Seconds"] = f"{took_s:.6f}"
@@ -564,13 +549,13 @@ class ModelWorker:
         )
         await response.prepare(request)
         if asked.chat:
-            await response.write(_event(words.chunk(None, (), None)))
+            await response.write(sse.event(words.chunk(None, (), None)))
         text = Text(self.model)
         try:
             async with contextlib.aclosing(self._tokens(asked, cache)) as tokens:
                 async for token, finish in tokens:
                     piece = text.add(token, finish is not None)
-                    await response.write(_event(words.chunk(piece, (token,), finish)))
+                    await response.write(sse.event(words.chunk(piece, (token,), finish)))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
@@ -579,10 +564,6 @@ class ModelWorker:
             await response.write(b"data: " + failure.body() + b"\n\n")
             return response
         if asked.include_usage:
-            await response.write(_event(words.usage_chunk(len(text.ids))))
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(sse.event(words.usage_chunk(len(text.ids))))
+        await response.write(sse.DONE)
         return response
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(chunk) + b"\n\n"
