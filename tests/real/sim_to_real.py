@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,6 @@ import typer
 import yaml
 
 from prfaas_env.base import PrfaasError, write_whole
-from prfaas_env.profiles.hf_config import kv_layout_from_hf_config
 from prfaas_env.profiles.kv import KVLayout
 from prfaas_env.profiles.latency import DecodeProfile, PrefillPolynomial
 from prfaas_env.scenarios import Scenario, load_scenario
@@ -39,9 +38,10 @@ from prfaas_serving.app import Router
 from prfaas_serving.config import Resolved, RouterConfig
 from prfaas_serving.decision_log import read_log
 from prfaas_serving.fake.spec import FakeSpec
-from prfaas_serving.fitting import Fitted, fit_deployment, write_fitted
+from prfaas_serving.fitting import fit_deployment, write_fitted
 from prfaas_serving.measured import of_log
 from prfaas_serving.processes import run_command
+from prfaas_serving.workers.parts import byte_law
 from prfaas_serving.workers.processes import write_tiny_models
 from tests.real.net import ShapedNetwork
 from tests.real.sim_to_real_results import (
@@ -141,7 +141,6 @@ class WorkerProcess:
     cores: set[int]
     namespace: str | None
     process: subprocess.Popen[bytes] | None = None
-    pid: int = 0
     port: int = 0
 
     def _model_command(self, python: str, model: Path, ready: Path) -> list[str]:
@@ -201,7 +200,6 @@ class WorkerProcess:
             time.sleep(0.2)
         told = json.loads(self._ready.read_text())
         self.port = told["port"] if "port" in told else told[self.name][0]
-        self.pid = self.process.pid  # `ip netns exec` becomes the worker
 
     def kill(self) -> None:
         """End it and all it started."""
@@ -252,7 +250,6 @@ class Study:
     net: ShapedNetwork
     most_foreign: float
     patience_s: float
-    said: list[str] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Tell how far it is."""
@@ -298,10 +295,8 @@ class Study:
             }
         )
 
-    async def run(
-        self, scenario: Path, policy: str, requests: RequestTable, log: Path
-    ) -> tuple[int, float, list[float]]:
-        """Requests through a router with a policy: (failed, share of others, first-token times at the client)."""
+    async def run(self, scenario: Path, policy: str, requests: RequestTable, log: Path) -> tuple[int, float]:
+        """Requests through a router with a policy: (failed, share of others)."""
         log.unlink(missing_ok=True)
         router = Router(Resolved(self.config(scenario, policy, log)))
         await router.start()
@@ -314,10 +309,11 @@ class Study:
             assert router.control is not None
             while router.control.n < 2:  # the policy's decision is in force
                 await asyncio.sleep(0.05)
-            watch = Foreign([w.pid for w in self.workers])
+            # `ip netns exec` becomes the worker
+            watch = Foreign([w.process.pid for w in self.workers if w.process is not None])
             url = f"http://127.0.0.1:{router.port}/v1/completions"
-            failed, ttft_s = await _load(url, requests)
-            return failed, watch.share(), ttft_s
+            failed = await _load(url, requests)
+            return failed, watch.share()
         finally:
             await router.close()
 
@@ -328,7 +324,7 @@ class Study:
             await quiet(self.most_foreign, self.patience_s)
             requests = draw_world(loaded, seed, horizon_s=seconds).requests
             log = self.folder / "logs" / f"{_file(policy)}-{seed}.log"
-            failed, share, _ = await self.run(scenario, policy, requests, log)
+            failed, share = await self.run(scenario, policy, requests, log)
             lines = sorted(
                 (x for x in read_log(log).requests if x.ttft_s is not None), key=lambda x: x.arrival_ns
             )
@@ -355,8 +351,8 @@ def _file(policy: str) -> str:
     return policy.replace(":", "-").replace("=", "-")
 
 
-async def _load(url: str, requests: RequestTable) -> tuple[int, list[float]]:
-    """Send requests at their times; (failed, first-token times).
+async def _load(url: str, requests: RequestTable) -> int:
+    """Send requests at their times; how many failed.
 
     No prompt was ever sent before, nor begins as another one does: a worker's own prefix cache has none of it.
     """
@@ -374,7 +370,6 @@ async def _load(url: str, requests: RequestTable) -> tuple[int, list[float]]:
         )
         for n, out in zip(requests.input_tokens, requests.output_tokens, strict=True)
     ]
-    ttft_s: list[float] = []
     failed = 0
     began = time.monotonic() + 0.2
     async with aiohttp.ClientSession(
@@ -384,23 +379,18 @@ async def _load(url: str, requests: RequestTable) -> tuple[int, list[float]]:
         async def one(k: int) -> None:
             nonlocal failed
             await asyncio.sleep(began + requests.arrival_ns[k] / 1e9 - time.monotonic())
-            sent, first, raw = time.monotonic(), 0.0, b""
             headers = {"Content-Type": "application/json"}
             try:
                 async with session.post(url, data=bodies[k], headers=headers) as answer:
-                    async for piece in answer.content.iter_any():
-                        first = first or time.monotonic()
-                        raw += piece
+                    raw = await answer.read()
             except (aiohttp.ClientError, TimeoutError):
                 failed += 1
                 return
             if answer.status != 200 or not raw.endswith(b"data: [DONE]\n\n"):
                 failed += 1
-                return
-            ttft_s.append(first - sent)
 
         await asyncio.gather(*(one(k) for k in range(len(requests))))
-    return failed, ttft_s
+    return failed
 
 
 # ------------------------------------------------------------------------------------ the study
@@ -462,8 +452,9 @@ async def look(study: Study, name: str, layout: KVLayout) -> Path:
     path = study.folder / "base.yaml"
     if path.exists():
         return path
+    guess = study.folder / "look.yaml"
     write_whole(
-        path, yaml.safe_dump(base_scenario(name, layout, {256: 0.1, 1024: 0.4}, 1.0, 1e8), sort_keys=False)
+        guess, yaml.safe_dump(base_scenario(name, layout, {256: 0.1, 1024: 0.4}, 1.0, 1e8), sort_keys=False)
     )
     await quiet(study.most_foreign, study.patience_s)
     study.net.set_rate(1_000_000_000)
@@ -473,10 +464,9 @@ async def look(study: Study, name: str, layout: KVLayout) -> Path:
         np.array(LOOK_TOKENS, dtype=np.int64),
         np.full(n, OUTPUT_TOKENS, dtype=np.int64),
     )
-    failed, _, _ = await study.run(path, "never", table, study.folder / "look.log")
+    failed, _ = await study.run(guess, "never", table, study.folder / "look.log")
     lines = [line for line in read_log(study.folder / "look.log").requests if line.ttft_s is not None]
     if failed or len(lines) != n:
-        path.unlink()
         raise PrfaasError(f"{failed} of {n} requests of the first look failed; see {study.folder}/*.log")
     seconds = {
         tokens: min(line.ttft_s or 0.0 for line in lines if line.input_tokens == tokens)
@@ -509,8 +499,8 @@ def _kept(path: Path) -> Piece | None:
     return Piece.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-async def fit(study: Study, base: Path, seconds: float) -> tuple[Fitted, Path, Piece]:
-    """The run that is fitted, and what comes of it."""
+async def fit(study: Study, base: Path, seconds: float) -> Path:
+    """The run that is fitted; the scenario that comes of it."""
     policy, path = _threshold(FIT_QUANTILE), study.folder / "pieces" / "fit.json"
     piece = _kept(path)
     if piece is None:
@@ -523,7 +513,7 @@ async def fit(study: Study, base: Path, seconds: float) -> tuple[Fitted, Path, P
     scenario = study.folder / "fitted.yaml"
     write_whole(scenario, yaml.safe_dump(fitted.scenario.model_dump(mode="json"), sort_keys=False))
     study.say(f"fitted to {fitted.n} requests, others took {piece.foreign_share:.0%} of the machine")
-    return fitted, scenario, piece
+    return scenario
 
 
 async def measure(
@@ -533,7 +523,7 @@ async def measure(
     base = await look(study, name, layout)
     link_bps = load_scenario(base).deployment.links[0].capacity_bps
     study.net.set_rate(round(link_bps), BURST, QUEUE)
-    _, scenario, _ = await fit(study, base, fit_s)
+    scenario = await fit(study, base, fit_s)
     loaded = load_scenario(scenario)
     for seed in range(FIRST_SEED, FIRST_SEED + pieces):
         for policy in study_policies():
@@ -639,7 +629,7 @@ def study(
     if run:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and network are taken down
         folder = None if model == FAKE else _model(python, model, out)
-        layout = FAKE_KV if folder is None else kv_layout_from_hf_config(folder)
+        layout = FAKE_KV if folder is None else byte_law(folder, 4).layout  # the workers compute in fp32
         with deployment(python, folder, out) as (workers, net):
             shared = Study(out, workers, net, most_foreign, patience)
             asyncio.run(measure(shared, model, layout, pieces, seconds, fit_seconds))
