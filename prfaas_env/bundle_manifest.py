@@ -117,10 +117,16 @@ class CodecRecord(Frozen):
     n_pd: int
     routing: Routing
     form: ActionForm
+    neutral_margin_s: float = 0.0
+
+    @classmethod
+    def of(cls, codec: ActionCodec) -> CodecRecord:
+        """Record of a codec."""
+        return cls(**dataclasses.asdict(codec))
 
     def codec(self) -> ActionCodec:
         """The codec."""
-        return ActionCodec(self.n_pd, self.routing, self.form)
+        return ActionCodec(**self.model_dump())
 
 
 class TrainedOn(Frozen):
@@ -229,6 +235,8 @@ class DecisionRecord(Frozen):
     moves: tuple[str, ...]
     decision_interval_s: Annotated[float, PydanticField(gt=0, le=1e6)]
     conversion_interval_s: Annotated[float, PydanticField(gt=0)] | None
+    neutral_margin_s: float = 0.0
+    """The margin of "no change", which stands in `routing_grid`."""
 
     @classmethod
     def of(
@@ -247,12 +255,13 @@ class DecisionRecord(Frozen):
             masked=masked,
             decision_interval_s=decision_interval_s,
             conversion_interval_s=conversion_interval_s,
+            neutral_margin_s=codec.neutral_margin_s,
             **_decoding(codec),
         )
 
     def codec(self) -> ActionCodec:
         """The codec."""
-        return ActionCodec(self.n_pd, self.routing, self.form)
+        return ActionCodec(self.n_pd, self.routing, self.form, self.neutral_margin_s)
 
     @model_validator(mode="after")
     def _as_decoded_here(self) -> Self:

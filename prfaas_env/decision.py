@@ -16,7 +16,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-#: Margin grid in seconds: offload always, 11 margins, never. Index 6 is "no change": earliest finish.
+#: Margin grid in seconds: offload always, 11 margins, never. Index 6 is "no change": earliest finish, or a codec's
+#: own neutral margin in its place.
 MARGIN_GRID_S: tuple[float, ...] = (
     -math.inf,
     -30.0,
@@ -32,6 +33,7 @@ MARGIN_GRID_S: tuple[float, ...] = (
     30.0,
     math.inf,
 )
+_NEUTRAL = MARGIN_GRID_S.index(0.0)
 THRESHOLD_MIN_TOKENS = 1_000
 THRESHOLD_MAX_TOKENS = 131_072
 #: The paper's optimum takes the place of the grid value nearest to it.
@@ -154,16 +156,31 @@ class ActionCodec:
     `Box(-1, 1, (2 * n_pd,))`; the first value maps log-spaced to 1,000..131,072 tokens, or symmetrically
     log-spaced to -30..30 s with the ends -1 and 1 meaning always and never; the second one by thirds to the
     moves. The parts never constrain each other.
+
+    `neutral_margin_s` takes the place of margin 0 in the grid: a prompt that goes remote uses a link and a queue that
+    others need, so the best margin to hold is often a little above 0. It must lie between the grid's -1 and 1.
     """
 
     n_pd: int
     routing: Routing
     form: ActionForm
+    neutral_margin_s: float = 0.0
 
-    @property
+    def __post_init__(self) -> None:
+        if self.neutral_margin_s != 0.0 and (self.routing, self.form) != ("margin", "discrete"):
+            raise ValueError(f"neutral_margin_s belongs to discrete margins, not {self.form} {self.routing}")
+        if not MARGIN_GRID_S[_NEUTRAL - 1] < self.neutral_margin_s < MARGIN_GRID_S[_NEUTRAL + 1]:
+            raise ValueError(
+                f"neutral_margin_s is {self.neutral_margin_s}; it stands in the grid between "
+                f"{MARGIN_GRID_S[_NEUTRAL - 1]:g} and {MARGIN_GRID_S[_NEUTRAL + 1]:g}"
+            )
+
+    @cached_property
     def grid(self) -> tuple[float, ...]:
         """Grid of the routing part of the discrete form."""
-        return MARGIN_GRID_S if self.routing == "margin" else THRESHOLD_GRID_TOKENS
+        if self.routing == "threshold":
+            return THRESHOLD_GRID_TOKENS
+        return (*MARGIN_GRID_S[:_NEUTRAL], self.neutral_margin_s, *MARGIN_GRID_S[_NEUTRAL + 1 :])
 
     def space(self) -> spaces.Space[Any]:
         """The Gymnasium action space."""
@@ -210,10 +227,10 @@ class ActionCodec:
         return self._cluster(value, Move(min(int((y + 1.0) * 1.5), 2)))
 
     def neutral(self) -> NDArray[Any]:
-        """The action "no change": margin 0 (earliest finish) or the paper's threshold, and no move."""
+        """The action "no change": the neutral margin or the paper's threshold, and no move."""
         if self.form == "discrete":
-            target = 0.0 if self.routing == "margin" else float(PAPER_THRESHOLD_TOKENS)
-            return np.array([self.grid.index(target), int(Move.NONE)] * self.n_pd, dtype=np.int64)
+            at = _NEUTRAL if self.routing == "margin" else self.grid.index(float(PAPER_THRESHOLD_TOKENS))
+            return np.array([at, int(Move.NONE)] * self.n_pd, dtype=np.int64)
         x = 0.0 if self.routing == "margin" else _unit_of_threshold(float(PAPER_THRESHOLD_TOKENS))
         return np.array([x, 0.0] * self.n_pd, dtype=np.float32)
 

@@ -62,7 +62,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     | `action` | `routing` | space | first part | second part |
     |---|---|---|---|---|
     | `"discrete"` | `"threshold"` | `MultiDiscrete([18, 3] * N)` | 0 tokens, 16 log-spaced values 1,000..131,072 (19,400 among them), infinity | prefill to decode, none, decode to prefill |
-    | `"discrete"` | `"margin"` | `MultiDiscrete([13, 3] * N)` | always, -30, -8, -4, -2, -1, 0, 1, 2, 4, 8, 30 s, never | the same |
+    | `"discrete"` | `"margin"` | `MultiDiscrete([13, 3] * N)` | always, -30, -8, -4, -2, -1, 0 (or `neutral_margin_s`), 1, 2, 4, 8, 30 s, never | the same |
     | `"continuous"` | either | `Box(-1, 1, (2 N,))` | log map to 1,000..131,072 tokens, or symmetric log map to -30..30 s with the ends always and never | thirds |
 
     A request goes remote when its incremental length exceeds the threshold (at equality it stays local), or when
@@ -101,10 +101,10 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     ## Arguments
     ```python
     gym.make("PrfaaS-v0", scenario="paper", engine="compiled", routing="threshold", action="discrete",
-             reward="waiting", reference="earliest_finish", render_mode=None)
+             neutral_margin_s=0.0, reward="waiting", reference="earliest_finish", render_mode=None)
     ```
     `scenario`: a shipped name, a path of a YAML file, or a `Scenario`. `engine`: `"compiled"` or `"simpy"`,
-    with the same results. `reference`: the policy that `reward="paired"` compares with. `render_mode`: `None`,
+    with the same results. `neutral_margin_s`: the margin in the middle of the discrete grid. `reference`: the policy that `reward="paired"` compares with. `render_mode`: `None`,
     `"ansi"`, `"rgb_array"`, `"human"`.
 
     ## Version History
@@ -120,6 +120,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         engine: str = DEFAULT_ENGINE,
         routing: Routing = "threshold",
         action: ActionForm = "discrete",
+        neutral_margin_s: float = 0.0,
         reward: RewardName = "waiting",
         reference: str = "earliest_finish",
         render_mode: RenderMode | None = None,
@@ -130,7 +131,10 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         _one_of("render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.scenario = load_scenario(scenario)
         self.schema = scenario_schema(self.scenario)
-        self.codec = ActionCodec(self.schema.n_pd, routing, action)
+        try:
+            self.codec = ActionCodec(self.schema.n_pd, routing, action, neutral_margin_s)
+        except ValueError as error:
+            raise PrfaasError(str(error)) from None
         self.action_space = self.codec.space()
         self.observation_space = spaces.Box(0.0, 1.0, shape=(len(self.schema),), dtype=np.float32)
         self.render_mode = render_mode

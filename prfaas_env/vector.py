@@ -22,7 +22,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.decision import ActionCodec, ActionForm, Routing
+from prfaas_env.decision import ActionForm, Routing
 from prfaas_env.env import TRAINING_SEEDS, PrfaasEnv, RewardName
 from prfaas_env.policy import Policy, PolicyContext, make_policy
 from prfaas_env.rewards import reward_terms
@@ -256,6 +256,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         engine: str = "compiled",
         routing: Routing = "threshold",
         action: ActionForm = "discrete",
+        neutral_margin_s: float = 0.0,
         reward: RewardName = "waiting",
         reference: str = "earliest_finish",
         render_mode: None = None,
@@ -271,11 +272,18 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         self.render_mode = None
         self.scenario = load_scenario(scenario)
         self.schema = scenario_schema(self.scenario)
-        self.codec = ActionCodec(self.schema.n_pd, routing, action)
         self.autoreset_mode = _autoreset_mode(autoreset_mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
         # the scalar env checks its arguments and declares the spaces
-        single = PrfaasEnv(self.scenario, routing=routing, action=action, reward=reward, reference=reference)
+        single = PrfaasEnv(
+            self.scenario,
+            routing=routing,
+            action=action,
+            neutral_margin_s=neutral_margin_s,
+            reward=reward,
+            reference=reference,
+        )
+        self.codec = single.codec
         self.single_action_space, self.single_observation_space = (
             single.action_space,
             single.observation_space,

@@ -1,9 +1,9 @@
 """A first policy from roll-outs: what each node move would have cost, regressed on what a scheduler can see.
 
-Every visited state is copied once per legal move, and the copies run on for a while with margin 0 and no further
-move. The difference of what they wait is the price of the move in the future that came. Nobody sees that future, so a
-network is fitted to many such prices: from the telemetry it gives the mean price over the futures that look alike.
-Its prices become the logits of the policy's moves, from which a learner goes on.
+Every visited state is copied once per legal move, and the copies run on for a while with the neutral margin and no
+further move. The difference of what they wait is the price of the move in the future that came. Nobody sees that
+future, so a network is fitted to many such prices: from the telemetry it gives the mean price over the futures that
+look alike. Its prices become the logits of the policy's moves, from which a learner goes on.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def joined(parts: Sequence[PricedMoves]) -> PricedMoves:
 def price_moves(
     scenario: Scenario,
     behaviour: Behaviour,
+    margin_s: float,
     seeds: Iterator[int],
     n_states: int,
     settings: WarmStartSettings,
@@ -74,7 +75,8 @@ def price_moves(
 
     Args:
         scenario: its control interval is that of the decisions.
-        behaviour: chooses the moves between; the margin is always 0.
+        behaviour: chooses the moves between.
+        margin_s: held all the time, in the roll-outs too.
         seeds: episode seeds, taken as needed.
         n_states: states wanted.
         settings: horizon, envs, share of the states.
@@ -91,7 +93,7 @@ def price_moves(
     orders = _candidate_moves(n_pd)
     horizon_ns = ns_from_s(settings.horizon_s)
     n_steps = math.ceil(ns_from_s(scenario.measure.horizon_s) / control_ns)
-    margin = np.zeros((n, n_pd))
+    margin = np.full((n, n_pd), margin_s)
     found = 0
     try:
         while True:
@@ -105,7 +107,7 @@ def price_moves(
                 open_ = legal[:, :, [Move.PREFILL_TO_DECODE, Move.DECODE_TO_PREFILL]].any((1, 2))
                 chosen = np.flatnonzero(open_ & (rng.random(n) < settings.priced_share))
                 if len(chosen):
-                    cost_s = _priced(batch, branches, chosen, orders, int(now[0]) + horizon_ns)
+                    cost_s = _priced(batch, branches, chosen, orders, margin_s, int(now[0]) + horizon_ns)
                     cost_s = np.where(legal[chosen], cost_s, np.nan).astype(np.float32)
                     yield PricedMoves(batch.observation[chosen].copy(), cost_s)
                     found += len(chosen)
@@ -129,7 +131,7 @@ def _candidate_moves(n_pd: int) -> IntArray:
 
 
 def _priced(
-    batch: Batch, branches: Branches, chosen: IntArray, orders: IntArray, until_ns: int
+    batch: Batch, branches: Branches, chosen: IntArray, orders: IntArray, margin_s: float, until_ns: int
 ) -> FloatArray:
     """Cost of each move less that of none, shape (chosen, PD clusters, 3), illegal ones included (they cost 0)."""
     each, n_pd = orders.shape
@@ -138,7 +140,7 @@ def _priced(
     live = np.arange(branches.n) < len(chosen) * each
     before_s = np.repeat(batch.whole[chosen, WHOLE_WAITING_NS] / NS_PER_S, each)
     moves = np.tile(orders, (branches.n // each, 1))
-    branches.step(until_ns, np.zeros((branches.n, n_pd)), moves, live=live)
+    branches.step(until_ns, np.full((branches.n, n_pd), margin_s), moves, live=live)
     waited_s = (branches.waiting_ns[live] / NS_PER_S - before_s).reshape(len(chosen), each)
     cost_s = np.zeros((len(chosen), n_pd, N_MOVES))
     for pd in range(n_pd):
@@ -288,7 +290,9 @@ def warm_start(
         behaviour = behaviour_of(policy, codec)
         for scenario, weight in scenarios:
             wanted = math.ceil(settings.states * weight / whole)
-            for part in price_moves(scenario, behaviour, episodes, wanted, settings, rng):
+            for part in price_moves(
+                scenario, behaviour, codec.neutral_margin_s, episodes, wanted, settings, rng
+            ):
                 parts.append(part)
                 total += len(part)
                 if tell(k, total, None):

@@ -38,43 +38,49 @@ def stay(observations: Any, legal: Any) -> Any:
     return np.full(legal.shape[:2], NONE)
 
 
-def priced(scenario: Scenario, seeds: list[int], n_states: int, **settings: Any) -> PricedMoves:
+def priced(
+    scenario: Scenario, seeds: list[int], n_states: int, margin_s: float = 0.0, **settings: Any
+) -> PricedMoves:
     given = WarmStartSettings(**{"n_envs": len(seeds), "priced_share": 1.0, "horizon_s": 60.0, **settings})
     rng = np.random.default_rng(0)
-    return joined(list(price_moves(scenario, stay, iter(seeds), n_states, given, rng)))
+    return joined(list(price_moves(scenario, stay, margin_s, iter(seeds), n_states, given, rng)))
 
 
 def waited_s(
-    scenario: Scenario, seed: int, at_s: int, pd: int, move: Move, horizon_s: int
+    scenario: Scenario, seed: int, at_s: int, pd: int, move: Move, horizon_s: int, margin_s: float
 ) -> tuple[float, Any]:
     """Request-seconds of waiting up to the end of a horizon, with one move at its start; and what was seen there."""
     engine = CompiledEngine(draw_world(scenario, seed))
     n_pd = len(scenario.deployment.pd)
-    engine.apply(Decision.same(n_pd, margin_s=0.0))
+    engine.apply(Decision.same(n_pd, margin_s=margin_s))
     engine.run_until(at_s * NS_PER_S)
     seen = engine.telemetry()
-    decisions = list(Decision.same(n_pd, margin_s=0.0).clusters)
-    decisions[pd] = type(decisions[pd])(margin_s=0.0, move=move)
+    decisions = list(Decision.same(n_pd, margin_s=margin_s).clusters)
+    decisions[pd] = type(decisions[pd])(margin_s=margin_s, move=move)
     engine.apply(Decision(tuple(decisions)))
     engine.run_until((at_s + horizon_s) * NS_PER_S)
     return engine.totals().waiting_ns / NS_PER_S, seen
 
 
-@pytest.mark.parametrize("scenario", [DRIFT, SITES], ids=["drift", "two_regions"])
-def test_a_price_is_the_difference_of_two_whole_runs(scenario: Scenario) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "margin_s"),
+    [(DRIFT, 0.0), (DRIFT, 0.9), (SITES, 0.0)],
+    ids=["drift", "margin", "two_regions"],
+)
+def test_a_price_is_the_difference_of_two_whole_runs(scenario: Scenario, margin_s: float) -> None:
     seeds = [3, 4]
-    found = priced(scenario, seeds, 6)
+    found = priced(scenario, seeds, 6, margin_s)
     n_pd = len(scenario.deployment.pd)
     assert found.cost_s.shape == (6, n_pd, 3)
     some = False
     for row, (at_s, seed) in enumerate(itertools.product((15, 30, 45), seeds)):
-        without_s, seen = waited_s(scenario, seed, at_s, 0, Move.NONE, 60)
+        without_s, seen = waited_s(scenario, seed, at_s, 0, Move.NONE, 60, margin_s)
         assert np.array_equal(found.observations[row], seen.encode())
         for pd, move in itertools.product(range(n_pd), (Move.PREFILL_TO_DECODE, Move.DECODE_TO_PREFILL)):
             cost_s = found.cost_s[row, pd, move]
             assert np.isnan(cost_s) == (not seen.legal_moves[pd][move])
             if not np.isnan(cost_s):
-                with_s, _ = waited_s(scenario, seed, at_s, pd, move, 60)
+                with_s, _ = waited_s(scenario, seed, at_s, pd, move, 60, margin_s)
                 assert cost_s == pytest.approx(with_s - without_s, abs=1e-3)
                 some = some or cost_s != 0.0
         assert (found.cost_s[row, :, NONE] == 0.0).all()
@@ -94,7 +100,7 @@ def test_a_share_of_the_states_is_priced() -> None:
     settings = WarmStartSettings(n_envs=8, priced_share=0.5, horizon_s=15.0)
     rng = np.random.default_rng(0)
     found = joined(
-        list(itertools.islice(price_moves(DRIFT, stay, iter(range(8)), 10_000, settings, rng), 19))
+        list(itertools.islice(price_moves(DRIFT, stay, 0.0, iter(range(8)), 10_000, settings, rng), 19))
     )
     assert 0.35 < len(found) / (8 * 19) < 0.65
 

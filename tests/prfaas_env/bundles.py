@@ -80,6 +80,7 @@ def make_bundle(
     masked: bool = False,
     recurrent: bool = False,
     interval_s: float = 1.0,
+    neutral_margin_s: float = 0.0,
     seed: int = 0,
     network: bytes | None = None,
     change: Callable[[dict[str, Any]], None] | None = None,
@@ -87,7 +88,7 @@ def make_bundle(
     """Write a bundle; `change` may spoil the manifest (checksums are those of the files)."""
     schema = scenario_schema(scenario)
     n_pd = schema.n_pd
-    codec = ActionCodec(n_pd, routing, form)
+    codec = ActionCodec(n_pd, routing, form, neutral_margin_s)
     parts = (len(codec.grid) + N_MOVES) * n_pd if form == "discrete" else 2 * n_pd
     if network is None:
         network = linear_network(len(schema), form, parts, recurrent=recurrent, seed=seed).SerializeToString()

@@ -118,6 +118,21 @@ def test_moves_that_are_not_legal_are_masked_or_become_none(tmp_path: Path, mask
     assert any(best != move for _, move, best in seen)
 
 
+def test_the_neutral_margin_of_the_training_is_decided(tmp_path: Path) -> None:
+    policies = [ready(make_bundle(tmp_path / str(m), neutral_margin_s=m)) for m in (0.0, 0.5)]
+    found = [[p.decide(reading(float(k), k)).clusters[0].margin_s for k in range(200)] for p in policies]
+    assert 0.0 in found[0]
+    assert found[1] == [0.5 if m == 0.0 else m for m in found[0]]
+
+
+def test_a_grid_that_is_not_that_of_the_neutral_margin_is_refused(tmp_path: Path) -> None:
+    def spoil(manifest: dict[str, Any]) -> None:
+        manifest["decision"]["neutral_margin_s"] = 0.25
+
+    with pytest.raises(PrfaasError, match=r"routing_grid is .* 0.5, .*; this version decodes .* 0.25, "):
+        BundlePolicy(make_bundle(tmp_path / "b", neutral_margin_s=0.5, change=spoil))
+
+
 def test_a_decision_is_held_and_a_move_ordered_once(tmp_path: Path) -> None:
     policy = ready(make_bundle(tmp_path / "b", interval_s=5.0))
     moves, margins = [], []

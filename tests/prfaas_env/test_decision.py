@@ -53,6 +53,29 @@ def test_margin_grid() -> None:
     assert tuple(-m for m in reversed(MARGIN_GRID_S)) == MARGIN_GRID_S
 
 
+def test_a_neutral_margin_takes_the_place_of_0() -> None:
+    codec = ActionCodec(1, "margin", "discrete", 0.5)
+    assert codec.grid == (-INF, -30, -8, -4, -2, -1, 0.5, 1, 2, 4, 8, 30, INF)
+    assert codec.neutral().tolist() == [6, 1]
+    assert codec.decode(codec.neutral()).clusters[0].margin_s == 0.5
+    assert codec.space() == ActionCodec(1, "margin", "discrete").space()
+
+
+@pytest.mark.parametrize(
+    ("routing", "form", "margin_s", "message"),
+    [
+        ("threshold", "discrete", 0.5, "belongs to discrete margins, not discrete threshold"),
+        ("margin", "continuous", 0.5, "belongs to discrete margins, not continuous margin"),
+        ("margin", "discrete", 1.0, "is 1.0; it stands in the grid between -1 and 1"),
+        ("margin", "discrete", -1.0, "between -1 and 1"),
+        ("margin", "discrete", math.nan, "between -1 and 1"),
+    ],
+)
+def test_a_neutral_margin_that_does_not_fit(routing: Any, form: Any, margin_s: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActionCodec(1, routing, form, margin_s)
+
+
 def test_moves() -> None:
     assert [(m.name, int(m)) for m in Move] == [
         ("PREFILL_TO_DECODE", 0),

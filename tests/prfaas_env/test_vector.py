@@ -147,6 +147,18 @@ def test_same_as_scalar_envs(mode: AutoresetMode, routing: str, action: str) -> 
         assert play_both(3, 78, mode, **kwargs, reference="static") == 9
 
 
+def test_same_with_a_neutral_margin_which_changes_the_routing() -> None:
+    kwargs = {"routing": "margin", "reward": "waiting"}
+    assert play_both(3, 78, NEXT_STEP, **kwargs, neutral_margin_s=0.9) == 9
+    rewards = []
+    for margin_s in (0.0, 0.9):
+        env = make(2, **kwargs, neutral_margin_s=margin_s)
+        env.reset(seed=3)
+        rewards.append(sum(env.step(np.tile(env.codec.neutral(), (2, 1)))[1] for _ in range(60)))
+        env.close()
+    assert (rewards[0] != rewards[1]).all()
+
+
 @pytest.mark.parametrize("name", scenario_names())
 def test_same_in_every_shipped_scenario(name: str) -> None:
     assert play_both(2, 55, SAME_STEP, scenario=short(name), routing="margin") == 4
@@ -563,6 +575,10 @@ def test_nothing_works_before_reset() -> None:
         ({"num_envs": 0}, "num_envs is 0; at least 1"),
         ({"scenario": "papr"}, "unknown scenario 'papr'"),
         ({"routing": "length"}, "routing is 'length'; allowed"),
+        (
+            {"routing": "margin", "neutral_margin_s": 1.5},
+            "neutral_margin_s is 1.5; it stands in the grid between",
+        ),
         ({"reward": "speed"}, "unknown reward 'speed'"),
         ({"reward": "paired", "reference": "nobody"}, "unknown policy 'nobody'"),
         ({"autoreset_mode": "Sometimes"}, "autoreset_mode is 'Sometimes'; allowed: 'NextStep', 'SameStep', "),

@@ -58,6 +58,8 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         ({"total_steps": ...}, "give total_steps, minutes, or both"),
         ({"total_steps": 0}, "total_steps"),
         ({"minutes": 0}, "minutes"),
+        ({"neutral_margin_s": 1.0}, "neutral_margin_s"),
+        ({"neutral_margin_s": 0.5, "routing": "threshold"}, "no effect, ppo learns discrete thresholds"),
         ({"name": "a b/c"}, "name"),
         (
             {"training_seeds": {"first": 999_999, "count": 2}},
@@ -141,10 +143,15 @@ def test_scenarios_that_do_not_fit(quick: Quick, changes: dict[str, Any], messag
 
 
 def test_the_codec_is_that_of_the_env(quick: Quick) -> None:
-    for routing in ("margin", "threshold"):
-        config = quick(routing=routing)
-        env = PrfaasEnv(config.load_scenarios()[0], routing=routing, engine="simpy")  # type: ignore[arg-type]
-        assert config.codec().space() == env.action_space
+    for routing, margin_s in (("margin", 0.0), ("margin", 0.5), ("threshold", 0.0)):
+        config = quick(routing=routing, neutral_margin_s=margin_s)
+        env = PrfaasEnv(
+            config.load_scenarios()[0],
+            routing=routing,  # type: ignore[arg-type]
+            neutral_margin_s=margin_s,
+            engine="simpy",
+        )
+        assert config.codec() == env.codec
 
 
 def test_frozen(quick: Quick) -> None:

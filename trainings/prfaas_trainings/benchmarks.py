@@ -107,7 +107,7 @@ def bundle_figures(n: int, repeats: int) -> Figures:
     record = PolicyRecord(
         telemetry=TelemetryRecord.of(readings[0].schema),
         links=link_pairs(scenario.deployment),
-        action=CodecRecord(n_pd=codec.n_pd, routing=codec.routing, form=codec.form),
+        action=CodecRecord.of(codec),
         decision_interval_s=scenario.control.control_interval_s,
         hidden=PpoSettings().hidden,
         weights_sha256="",

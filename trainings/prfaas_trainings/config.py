@@ -124,6 +124,9 @@ class TrainingConfig(Frozen):
         default=(), description="stages before the training's own scenarios, which validation always plays"
     )
     routing: Routing = "margin"
+    neutral_margin_s: float = Field(
+        default=0.0, gt=-1, lt=1, description='margin of "no change" (discrete margins)'
+    )
     reward: RewardName = "waiting"
     reward_shape: RewardShape = Field(
         default="log",
@@ -211,6 +214,10 @@ class TrainingConfig(Frozen):
                     f"{self.algorithm}.batch_size {self.settings.batch_size} exceeds the {rollout} decisions of one "
                     f"rollout (n_envs {self.n_envs} x {self.algorithm}.n_steps {self.settings.n_steps})"
                 )
+        if self.neutral_margin_s != 0.0 and (self.routing, self.settings.form) != ("margin", "discrete"):
+            raise ValueError(
+                f"neutral_margin_s: has no effect, {self.algorithm} learns {self.settings.form} {self.routing}s"
+            )
         if any(stage.choices != "both" for stage in self.stages()) and self.algorithm != "maskable_ppo":
             raise ValueError(
                 f"choices: a part of the actions alone needs maskable_ppo, found {self.algorithm}"
@@ -329,7 +336,8 @@ class TrainingConfig(Frozen):
 
     def codec(self) -> ActionCodec:
         """Action codec for the scenarios' PD clusters, of the form that the algorithm learns."""
-        return ActionCodec(len(self.load_scenarios()[0].deployment.pd), self.routing, self.settings.form)
+        n_pd = len(self.load_scenarios()[0].deployment.pd)
+        return ActionCodec(n_pd, self.routing, self.settings.form, self.neutral_margin_s)
 
     def yaml(self) -> str:
         """The whole configuration as YAML; `load_config` of it gives an equal one."""

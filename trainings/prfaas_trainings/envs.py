@@ -93,6 +93,7 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
         reference: str,
         engine: str,
         action: ActionForm = "discrete",
+        neutral_margin_s: float = 0.0,
         randomise: Randomise | None = None,
     ) -> None:
         self._make = functools.partial(
@@ -102,6 +103,7 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
             engine=engine,
             routing=routing,
             action=action,
+            neutral_margin_s=neutral_margin_s,
             reward=reward,
             reference=reference,
         )
@@ -233,6 +235,7 @@ class EnvFactory:
     reward_factor: float
     episodes_folder: Path | None
     action: ActionForm = "discrete"
+    neutral_margin_s: float = 0.0
     randomise: Randomise = field(default_factory=dict)
     file_prefix: str = ""
 
@@ -250,6 +253,7 @@ class EnvFactory:
             reference=self.reference,
             engine=self.engine,
             action=self.action,
+            neutral_margin_s=self.neutral_margin_s,
             randomise=self.randomise,
         )
         folder = self.episodes_folder
@@ -368,6 +372,7 @@ def make_vec_env(
             seeds=config.training_seeds.seeds,
             routing=config.routing,
             action=config.settings.form,
+            neutral_margin_s=config.neutral_margin_s,
             reward=config.reward,
             reference=config.reference,
             stagger=config.stagger,
@@ -390,6 +395,7 @@ def make_vec_env(
             reward_factor=factor,
             episodes_folder=episodes_folder,
             action=config.settings.form,
+            neutral_margin_s=config.neutral_margin_s,
             randomise=stage.randomise,
             file_prefix=file_prefix,
         )

@@ -243,7 +243,7 @@ class Run:
             algorithm=config.algorithm,
             telemetry=TelemetryRecord.of(self.schema),
             links=link_pairs(self._training_scenarios[0].deployment),
-            action=CodecRecord(n_pd=self.codec.n_pd, routing=self.codec.routing, form=self.codec.form),
+            action=CodecRecord.of(self.codec),
             decision_interval_s=config.decision_interval_s,
             hidden=config.settings.hidden,
             activation=config.settings.activation,
