@@ -25,6 +25,7 @@ from prfaas_env.base import MAX_S, MAX_TOKENS, PrfaasError, one_line
 from prfaas_env.profiles.fit import mean_batch, overlaps
 from prfaas_env.scenarios.models import Scenario
 from prfaas_env.simulator.formulas import NS_PER_S, FloatArray
+from prfaas_env.workload.formats import text_lines
 from prfaas_serving.decision_log import HeaderLine, LegTimes, Log, RequestLine, read_log
 
 #: Columns of a request log and what they mean; the first two must be there.
@@ -318,7 +319,7 @@ def of_table(path: Path) -> Measured:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             for row in reader:
                 if None in row:
@@ -329,20 +330,14 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.strip():
-                    continue
-                try:
-                    row = json.loads(raw)
-                except ValueError:
-                    raise PrfaasError(f"{path}:{number}: not a JSON object on one line") from None
-                if not isinstance(row, dict):
-                    raise PrfaasError(f"{path}:{number}: not a JSON object, found {type(row).__name__}")
-                yield number, row
-    except OSError as error:
-        raise PrfaasError(f"{path}: cannot be read: {error.strerror}") from None
+    for number, line in text_lines(path):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise PrfaasError(f"{path}:{number}: not a JSON object on one line") from None
+        if not isinstance(row, dict):
+            raise PrfaasError(f"{path}:{number}: not a JSON object, found {type(row).__name__}")
+        yield number, row
 
 
 def _number(path: Path, line: int, name: str, raw: Any) -> float:

@@ -212,6 +212,31 @@ def test_faults_of_a_request_log_are_named(tmp_path: Path, rows: str, message: s
         of_table(path)
 
 
+def test_a_table_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    table = tmp_path / "requests.csv"
+    table.write_text("input_tokens,ttft_s,prefill_s\n10,1,0.5\n", encoding="utf-8-sig")
+    lines = tmp_path / "requests.jsonl"
+    lines.write_text('{"input_tokens": 10, "ttft_s": 1, "prefill_s": 0.5}\n', encoding="utf-8-sig")
+    for path in (table, lines):
+        measured = of_table(path)
+        assert (measured.input_tokens.tolist(), measured.prefill_s.tolist()) == ([10], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"input_tokens": 10}\n[1]\n', "requests.jsonl:2: not a JSON object, found list"),
+        (b'{"input_tokens": 10}\n\n{"a\n', "requests.jsonl:3: not a JSON object on one line"),
+        (b"\xff\xfe{\n", "requests.jsonl: not a text file in UTF-8"),
+    ],
+)
+def test_faults_of_json_lines_are_named(tmp_path: Path, raw: bytes, message: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(PrfaasError, match=message):
+        of_table(path)
+
+
 def test_too_little_data_says_what_and_why(known: tuple[Scenario, Path], tmp_path: Path) -> None:
     rows = table_rows(known[1], ALL)
     local = as_csv(tmp_path / "local.csv", [row for row in rows if row["path"] == "local"])
