@@ -21,6 +21,7 @@ from pydantic import ValidationError, model_validator
 
 from prfaas_env.base import Frozen, PrfaasError, first_error
 from prfaas_env.decision import (
+    MARGIN_GRID_S,
     MARGIN_MAX_S,
     THRESHOLD_MAX_TOKENS,
     THRESHOLD_MIN_TOKENS,
@@ -111,22 +112,41 @@ class TelemetryRecord(Frozen):
         return f"trained on other links than this deployment has: {difference}" if difference else ""
 
 
+#: A grid value in JSON, which has no infinity.
+GridValue = float | Literal["inf", "-inf"]
+
+
+def json_grid(values: tuple[float, ...]) -> tuple[GridValue, ...]:
+    """A grid as JSON holds it."""
+    return tuple(v if math.isfinite(v) else "inf" if v > 0 else "-inf" for v in values)
+
+
+def grid_of_json(values: tuple[GridValue, ...]) -> tuple[float, ...]:
+    """The grid again."""
+    return tuple(map(float, values))
+
+
 class CodecRecord(Frozen):
     """How actions become decisions."""
 
     n_pd: int
     routing: Routing
     form: ActionForm
-    neutral_margin_s: float = 0.0
+    margins_s: tuple[GridValue, ...] = json_grid(MARGIN_GRID_S)
 
     @classmethod
     def of(cls, codec: ActionCodec) -> CodecRecord:
         """Record of a codec."""
-        return cls(**dataclasses.asdict(codec))
+        return cls(**{**dataclasses.asdict(codec), "margins_s": json_grid(codec.margins_s)})
 
     def codec(self) -> ActionCodec:
         """The codec."""
-        return ActionCodec(**self.model_dump())
+        return ActionCodec(self.n_pd, self.routing, self.form, grid_of_json(self.margins_s))
+
+    @model_validator(mode="after")
+    def _is_a_codec(self) -> Self:
+        self.codec()
+        return self
 
 
 class TrainedOn(Frozen):
@@ -162,8 +182,6 @@ class InputRanges(Frozen):
 
 # ------------------------------------------------------------------------------------- the manifest
 
-#: A grid value in JSON, which has no infinity.
-GridValue = float | Literal["inf", "-inf"]
 Name = Annotated[str, PydanticField(min_length=1, max_length=200)]
 Sha256 = Annotated[str, PydanticField(pattern=r"\A[0-9a-f]{64}\z")]
 Count = Annotated[int, PydanticField(ge=0)]
@@ -201,17 +219,13 @@ class NetworkRecord(Frozen):
     states: tuple[StateRecord, ...] = PydanticField(default=(), max_length=16)
 
 
-def _json_grid(values: tuple[float, ...]) -> tuple[GridValue, ...]:
-    return tuple(v if math.isfinite(v) else "inf" if v > 0 else "-inf" for v in values)
-
-
 def _decoding(codec: ActionCodec) -> dict[str, Any]:
     """The fields of a `DecisionRecord` that follow from its codec."""
     margins, discrete = codec.routing == "margin", codec.form == "discrete"
     ends = (-MARGIN_MAX_S, MARGIN_MAX_S) if margins else (THRESHOLD_MIN_TOKENS, THRESHOLD_MAX_TOKENS)
     return {
         "routing_unit": "s" if margins else "tokens",
-        "routing_grid": _json_grid(codec.grid) if discrete else None,
+        "routing_grid": json_grid(codec.grid) if discrete else None,
         "routing_range": None if discrete else (float(ends[0]), float(ends[1])),
         "moves": tuple(move.name.lower() for move in Move),
     }
@@ -235,8 +249,6 @@ class DecisionRecord(Frozen):
     moves: tuple[str, ...]
     decision_interval_s: Annotated[float, PydanticField(gt=0, le=1e6)]
     conversion_interval_s: Annotated[float, PydanticField(gt=0)] | None
-    neutral_margin_s: float = 0.0
-    """The margin of "no change", which stands in `routing_grid`."""
 
     @classmethod
     def of(
@@ -255,13 +267,14 @@ class DecisionRecord(Frozen):
             masked=masked,
             decision_interval_s=decision_interval_s,
             conversion_interval_s=conversion_interval_s,
-            neutral_margin_s=codec.neutral_margin_s,
             **_decoding(codec),
         )
 
     def codec(self) -> ActionCodec:
         """The codec."""
-        return ActionCodec(self.n_pd, self.routing, self.form, self.neutral_margin_s)
+        if self.routing == "margin" and self.routing_grid is not None:
+            return ActionCodec(self.n_pd, self.routing, self.form, grid_of_json(self.routing_grid))
+        return ActionCodec(self.n_pd, self.routing, self.form)
 
     @model_validator(mode="after")
     def _as_decoded_here(self) -> Self:

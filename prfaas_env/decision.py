@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-#: Margin grid in seconds: offload always, 11 margins, never. Index 6 is "no change": earliest finish, or a codec's
-#: own neutral margin in its place.
+#: Margin grid in seconds: offload always, 11 margins, never. Index 6 is "no change": earliest finish.
 MARGIN_GRID_S: tuple[float, ...] = (
     -math.inf,
     -30.0,
@@ -33,7 +33,6 @@ MARGIN_GRID_S: tuple[float, ...] = (
     30.0,
     math.inf,
 )
-_NEUTRAL = MARGIN_GRID_S.index(0.0)
 THRESHOLD_MIN_TOKENS = 1_000
 THRESHOLD_MAX_TOKENS = 131_072
 #: The paper's optimum takes the place of the grid value nearest to it.
@@ -152,35 +151,38 @@ def legal_moves(
 class ActionCodec:
     """Action arrays to decisions and back, for a number of PD clusters.
 
-    Discrete: `MultiDiscrete([18, 3] * n_pd)` for thresholds, `[13, 3] * n_pd` for margins. Continuous:
+    Discrete: `MultiDiscrete([18, 3] * n_pd)` for thresholds, `[len(margins_s), 3] * n_pd` for margins. Continuous:
     `Box(-1, 1, (2 * n_pd,))`; the first value maps log-spaced to 1,000..131,072 tokens, or symmetrically
     log-spaced to -30..30 s with the ends -1 and 1 meaning always and never; the second one by thirds to the
     moves. The parts never constrain each other.
 
-    `neutral_margin_s` takes the place of margin 0 in the grid: a prompt that goes remote uses a link and a queue that
-    others need, so the best margin to hold is often a little above 0. It must lie between the grid's -1 and 1.
+    `margins_s` are the margins of the discrete form, rising. A prompt that goes remote takes a link and a queue that
+    others need, so the best margin is often a little above 0; a grid of few values is learned sooner.
     """
 
     n_pd: int
     routing: Routing
     form: ActionForm
-    neutral_margin_s: float = 0.0
+    margins_s: tuple[float, ...] = MARGIN_GRID_S
 
     def __post_init__(self) -> None:
-        if self.neutral_margin_s != 0.0 and (self.routing, self.form) != ("margin", "discrete"):
-            raise ValueError(f"neutral_margin_s belongs to discrete margins, not {self.form} {self.routing}")
-        if not MARGIN_GRID_S[_NEUTRAL - 1] < self.neutral_margin_s < MARGIN_GRID_S[_NEUTRAL + 1]:
-            raise ValueError(
-                f"neutral_margin_s is {self.neutral_margin_s}; it stands in the grid between "
-                f"{MARGIN_GRID_S[_NEUTRAL - 1]:g} and {MARGIN_GRID_S[_NEUTRAL + 1]:g}"
-            )
+        margins = self.margins_s
+        if margins != MARGIN_GRID_S and (self.routing, self.form) != ("margin", "discrete"):
+            raise ValueError(f"margins_s belong to discrete margins, not {self.form} {self.routing}")
+        if not margins or math.isnan(margins[0]) or any(not a < b for a, b in pairwise(margins)):
+            raise ValueError(f"margins_s must be one or more rising numbers, found {list(margins)}")
+        if not math.isfinite(self.neutral_margin_s):
+            raise ValueError(f"margins_s need a finite one, found {list(margins)}")
 
-    @cached_property
+    @property
     def grid(self) -> tuple[float, ...]:
         """Grid of the routing part of the discrete form."""
-        if self.routing == "threshold":
-            return THRESHOLD_GRID_TOKENS
-        return (*MARGIN_GRID_S[:_NEUTRAL], self.neutral_margin_s, *MARGIN_GRID_S[_NEUTRAL + 1 :])
+        return self.margins_s if self.routing == "margin" else THRESHOLD_GRID_TOKENS
+
+    @property
+    def neutral_margin_s(self) -> float:
+        """The margin of "no change": the one nearest to 0 (which is earliest finish), of two the larger one."""
+        return min(reversed(self.margins_s), key=abs)
 
     def space(self) -> spaces.Space[Any]:
         """The Gymnasium action space."""
@@ -229,8 +231,8 @@ class ActionCodec:
     def neutral(self) -> NDArray[Any]:
         """The action "no change": the neutral margin or the paper's threshold, and no move."""
         if self.form == "discrete":
-            at = _NEUTRAL if self.routing == "margin" else self.grid.index(float(PAPER_THRESHOLD_TOKENS))
-            return np.array([at, int(Move.NONE)] * self.n_pd, dtype=np.int64)
+            target = self.neutral_margin_s if self.routing == "margin" else float(PAPER_THRESHOLD_TOKENS)
+            return np.array([self.grid.index(target), int(Move.NONE)] * self.n_pd, dtype=np.int64)
         x = 0.0 if self.routing == "margin" else _unit_of_threshold(float(PAPER_THRESHOLD_TOKENS))
         return np.array([x, 0.0] * self.n_pd, dtype=np.float32)
 

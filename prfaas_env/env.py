@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
@@ -14,7 +15,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from prfaas_env.base import PrfaasError
-from prfaas_env.decision import ActionCodec, ActionForm, Decision, Routing
+from prfaas_env.decision import MARGIN_GRID_S, ActionCodec, ActionForm, Decision, Routing
 from prfaas_env.policy import Policy, PolicyContext, make_policy, refuse_simulator_only
 from prfaas_env.rewards import reward_terms
 from prfaas_env.scenarios import Scenario, load_scenario
@@ -62,7 +63,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     | `action` | `routing` | space | first part | second part |
     |---|---|---|---|---|
     | `"discrete"` | `"threshold"` | `MultiDiscrete([18, 3] * N)` | 0 tokens, 16 log-spaced values 1,000..131,072 (19,400 among them), infinity | prefill to decode, none, decode to prefill |
-    | `"discrete"` | `"margin"` | `MultiDiscrete([13, 3] * N)` | always, -30, -8, -4, -2, -1, 0 (or `neutral_margin_s`), 1, 2, 4, 8, 30 s, never | the same |
+    | `"discrete"` | `"margin"` | `MultiDiscrete([13, 3] * N)` | always, -30, -8, -4, -2, -1, 0, 1, 2, 4, 8, 30 s, never; or `margins_s` | the same |
     | `"continuous"` | either | `Box(-1, 1, (2 N,))` | log map to 1,000..131,072 tokens, or symmetric log map to -30..30 s with the ends always and never | thirds |
 
     A request goes remote when its incremental length exceeds the threshold (at equality it stays local), or when
@@ -101,11 +102,11 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
     ## Arguments
     ```python
     gym.make("PrfaaS-v0", scenario="paper", engine="compiled", routing="threshold", action="discrete",
-             neutral_margin_s=0.0, reward="waiting", reference="earliest_finish", render_mode=None)
+             margins_s=None, reward="waiting", reference="earliest_finish", render_mode=None)
     ```
     `scenario`: a shipped name, a path of a YAML file, or a `Scenario`. `engine`: `"compiled"` or `"simpy"`,
-    with the same results. `neutral_margin_s`: the margin in the middle of the discrete grid. `reference`: the policy that `reward="paired"` compares with. `render_mode`: `None`,
-    `"ansi"`, `"rgb_array"`, `"human"`.
+    with the same results. `margins_s`: other margins than those of the table, rising. `reference`: the policy that
+    `reward="paired"` compares with. `render_mode`: `None`, `"ansi"`, `"rgb_array"`, `"human"`.
 
     ## Version History
     * v0: first version.
@@ -120,7 +121,7 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         engine: str = DEFAULT_ENGINE,
         routing: Routing = "threshold",
         action: ActionForm = "discrete",
-        neutral_margin_s: float = 0.0,
+        margins_s: Sequence[float] | None = None,
         reward: RewardName = "waiting",
         reference: str = "earliest_finish",
         render_mode: RenderMode | None = None,
@@ -132,7 +133,9 @@ class PrfaasEnv(gym.Env[NDArray[np.float32], NDArray[Any]]):
         self.scenario = load_scenario(scenario)
         self.schema = scenario_schema(self.scenario)
         try:
-            self.codec = ActionCodec(self.schema.n_pd, routing, action, neutral_margin_s)
+            self.codec = ActionCodec(
+                self.schema.n_pd, routing, action, MARGIN_GRID_S if margins_s is None else tuple(margins_s)
+            )
         except ValueError as error:
             raise PrfaasError(str(error)) from None
         self.action_space = self.codec.space()

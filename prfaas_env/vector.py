@@ -256,7 +256,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
         engine: str = "compiled",
         routing: Routing = "threshold",
         action: ActionForm = "discrete",
-        neutral_margin_s: float = 0.0,
+        margins_s: Sequence[float] | None = None,
         reward: RewardName = "waiting",
         reference: str = "earliest_finish",
         render_mode: None = None,
@@ -279,7 +279,7 @@ class PrfaasVectorEnv(VectorEnv[NDArray[np.float32], NDArray[Any], NDArray[Any]]
             self.scenario,
             routing=routing,
             action=action,
-            neutral_margin_s=neutral_margin_s,
+            margins_s=margins_s,
             reward=reward,
             reference=reference,
         )

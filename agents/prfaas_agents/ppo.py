@@ -125,7 +125,8 @@ def start_neutral(model: BaseAlgorithm, codec: ActionCodec, p_routing: float, p_
         layer.bias.zero_()
         for k, n in enumerate([len(codec.grid), N_MOVES] * codec.n_pd):
             p = p_routing if k % 2 == 0 else p_move
-            layer.bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))
+            if n > 1:
+                layer.bias[part + int(neutral[k])] = math.log(p * (n - 1) / (1.0 - p))
             part += n
 
 

@@ -424,7 +424,7 @@ def make_batched_vec_env(
         seeds: see `BatchedVecEnv`.
         full_infos: see `BatchedVecEnv`.
         stagger: see `BatchedVecEnv`.
-        arguments: of `PrfaasVectorEnv` (`routing`, `action`, `neutral_margin_s`, `reward`, `reference`).
+        arguments: of `PrfaasVectorEnv` (`routing`, `action`, `margins_s`, `reward`, `reference`).
     """
     counts = envs_per_scenario([1.0] * len(scenarios) if weights is None else weights, n_envs)
     batches = [

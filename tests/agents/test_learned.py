@@ -267,6 +267,10 @@ def test_files_that_are_not_a_policy(untrained: PPO, save: Save, tmp_path: Path)
         ({"hidden": "wide"}, "hidden: "),
         ({"colour": "red"}, "unknown field 'colour'"),
         ({"decision_interval_s": None}, "decision_interval_s: "),
+        (
+            {"action": {"n_pd": 1, "routing": "margin", "form": "discrete", "margins_s": [1, 0]}},
+            "action: margins_s must be one or more rising numbers",
+        ),
     ],
 )
 def test_a_wrong_record_is_named_by_field(

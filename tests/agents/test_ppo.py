@@ -23,10 +23,10 @@ from prfaas_agents.ppo import (
     start_neutral,
 )
 from prfaas_agents.settings import PpoSettings
-from prfaas_env.decision import ActionCodec, Routing
+from prfaas_env.decision import ActionCodec, ClusterDecision, Routing
 from prfaas_env.scenarios import load_scenario
 
-from .conftest import make_model
+from .conftest import SHORT, make_model
 
 
 @pytest.mark.parametrize("routing", ["margin", "threshold"])
@@ -44,6 +44,21 @@ def test_the_first_policy_is_no_change_everywhere(routing: Routing) -> None:
         rest = np.delete(route, neutral[0])
         assert rest.sum() == pytest.approx(0.1, abs=0.02)
         assert rest.min() > 0.5 * 0.1 / len(rest)
+
+
+@pytest.mark.parametrize("margins_s", [(0.5,), (-1.0, 0.5, math.inf)])
+def test_margins_of_ones_own_start_at_the_one_nearest_to_0(margins_s: tuple[float, ...]) -> None:
+    codec = ActionCodec(1, "margin", "discrete", margins_s)
+
+    def make() -> gym.Env[Any, Any]:
+        return gym.make("PrfaaS-v0", scenario=SHORT, routing="margin", margins_s=margins_s)
+
+    model = make_learner(DummyVecEnv([make]), codec, PpoSettings(n_steps=8, batch_size=8), 0)
+    rng = np.random.default_rng(0)
+    for observation in rng.random((20, len(model.observation_space.low)), dtype=np.float32):  # type: ignore[attr-defined]
+        action, _ = model.predict(observation, deterministic=True)
+        assert codec.decode(action).clusters[0] == ClusterDecision(margin_s=0.5)
+    model.learn(8)
 
 
 def test_a_neutral_start_needs_logits(untrained: Any) -> None:

@@ -30,7 +30,7 @@ from prfaas_env.bundle_manifest import (
     TrainingRecord,
     sha256,
 )
-from prfaas_env.decision import N_MOVES, ActionCodec, ActionForm, Routing
+from prfaas_env.decision import MARGIN_GRID_S, N_MOVES, ActionCodec, ActionForm, Routing
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.world import scenario_schema
 from prfaas_env.sites import link_pairs
@@ -80,7 +80,7 @@ def make_bundle(
     masked: bool = False,
     recurrent: bool = False,
     interval_s: float = 1.0,
-    neutral_margin_s: float = 0.0,
+    margins_s: tuple[float, ...] = MARGIN_GRID_S,
     seed: int = 0,
     network: bytes | None = None,
     change: Callable[[dict[str, Any]], None] | None = None,
@@ -88,7 +88,7 @@ def make_bundle(
     """Write a bundle; `change` may spoil the manifest (checksums are those of the files)."""
     schema = scenario_schema(scenario)
     n_pd = schema.n_pd
-    codec = ActionCodec(n_pd, routing, form, neutral_margin_s)
+    codec = ActionCodec(n_pd, routing, form, margins_s)
     parts = (len(codec.grid) + N_MOVES) * n_pd if form == "discrete" else 2 * n_pd
     if network is None:
         network = linear_network(len(schema), form, parts, recurrent=recurrent, seed=seed).SerializeToString()

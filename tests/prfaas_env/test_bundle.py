@@ -118,19 +118,24 @@ def test_moves_that_are_not_legal_are_masked_or_become_none(tmp_path: Path, mask
     assert any(best != move for _, move, best in seen)
 
 
-def test_the_neutral_margin_of_the_training_is_decided(tmp_path: Path) -> None:
-    policies = [ready(make_bundle(tmp_path / str(m), neutral_margin_s=m)) for m in (0.0, 0.5)]
-    found = [[p.decide(reading(float(k), k)).clusters[0].margin_s for k in range(200)] for p in policies]
-    assert 0.0 in found[0]
-    assert found[1] == [0.5 if m == 0.0 else m for m in found[0]]
+def test_margins_of_the_training_are_decided(tmp_path: Path) -> None:
+    given = tuple(m + 0.25 for m in MARGIN_GRID_S)
+    policies = [
+        ready(make_bundle(tmp_path / name, margins_s=margins))
+        for name, margins in (("usual", MARGIN_GRID_S), ("own", given))
+    ]
+    usual, own = ([p.decide(reading(float(k), k)).clusters[0].margin_s for k in range(60)] for p in policies)
+    assert len(set(usual)) > 3
+    assert own == [m + 0.25 for m in usual if m is not None]
 
 
-def test_a_grid_that_is_not_that_of_the_neutral_margin_is_refused(tmp_path: Path) -> None:
+def test_a_grid_that_is_not_the_networks_is_refused(tmp_path: Path) -> None:
     def spoil(manifest: dict[str, Any]) -> None:
-        manifest["decision"]["neutral_margin_s"] = 0.25
+        manifest["decision"]["routing_grid"] = [0.0, 1.0]
 
-    with pytest.raises(PrfaasError, match=r"routing_grid is .* 0.5, .*; this version decodes .* 0.25, "):
-        BundlePolicy(make_bundle(tmp_path / "b", neutral_margin_s=0.5, change=spoil))
+    refused(
+        make_bundle(tmp_path / "b", change=spoil), "policy.onnx", "(1, 16)", "the manifest asks for (1, 5)"
+    )
 
 
 def test_a_decision_is_held_and_a_move_ordered_once(tmp_path: Path) -> None:
@@ -341,7 +346,10 @@ def edit(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("network.surprise", 1, "network: unknown field 'surprise'"),
         ("decision.masked", ..., "decision.masked: Field required"),
         ("decision.masked", "maybe", "decision.masked: "),
-        ("decision.routing_grid", [0.0], "decision: routing_grid is (0.0,); this version decodes"),
+        ("decision.routing_grid", None, "decision: routing_grid is None; this version decodes"),
+        ("decision.routing_grid", [1.0, 0.0], "decision: margins_s must be one or more rising numbers"),
+        ("decision.routing_grid", ["inf"], "decision: margins_s need a finite one"),
+        ("decision.routing_grid", ["much"], "decision.routing_grid.0"),
         ("decision.moves", ["none"], "decision: moves is ('none',)"),
         ("decision.routing", "length", "decision.routing: "),
         ("decision.decision_interval_s", 0, "decision.decision_interval_s: "),

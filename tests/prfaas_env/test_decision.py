@@ -53,27 +53,33 @@ def test_margin_grid() -> None:
     assert tuple(-m for m in reversed(MARGIN_GRID_S)) == MARGIN_GRID_S
 
 
-def test_a_neutral_margin_takes_the_place_of_0() -> None:
-    codec = ActionCodec(1, "margin", "discrete", 0.5)
-    assert codec.grid == (-INF, -30, -8, -4, -2, -1, 0.5, 1, 2, 4, 8, 30, INF)
-    assert codec.neutral().tolist() == [6, 1]
-    assert codec.decode(codec.neutral()).clusters[0].margin_s == 0.5
-    assert codec.space() == ActionCodec(1, "margin", "discrete").space()
+def test_margins_of_ones_own() -> None:
+    codec = ActionCodec(2, "margin", "discrete", (-INF, -0.5, 0.5, 1.0))
+    assert codec.space() == spaces.MultiDiscrete([4, 3, 4, 3])
+    assert codec.neutral_margin_s == 0.5  # of two that are as near to 0 the larger one
+    assert codec.neutral().tolist() == [2, 1, 2, 1]
+    assert [c.margin_s for c in codec.decode([0, 1, 3, 1]).clusters] == [-INF, 1.0]
+    assert codec.masks(((True, True, False), (False, True, True))).tolist() == [
+        *[True] * 4, True, True, False, *[True] * 4, False, True, True,
+    ]  # fmt: skip
+    assert ActionCodec(1, "margin", "discrete", (0.5,)).neutral().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("routing", "form", "margin_s", "message"),
+    ("routing", "form", "margins_s", "message"),
     [
-        ("threshold", "discrete", 0.5, "belongs to discrete margins, not discrete threshold"),
-        ("margin", "continuous", 0.5, "belongs to discrete margins, not continuous margin"),
-        ("margin", "discrete", 1.0, "is 1.0; it stands in the grid between -1 and 1"),
-        ("margin", "discrete", -1.0, "between -1 and 1"),
-        ("margin", "discrete", math.nan, "between -1 and 1"),
+        ("threshold", "discrete", (0.0, 1.0), "belong to discrete margins, not discrete threshold"),
+        ("margin", "continuous", (0.0, 1.0), "belong to discrete margins, not continuous margin"),
+        ("margin", "discrete", (), "one or more rising numbers"),
+        ("margin", "discrete", (1.0, 1.0), "one or more rising numbers"),
+        ("margin", "discrete", (math.nan,), "one or more rising numbers"),
+        ("margin", "discrete", (0.0, math.nan, 1.0), "one or more rising numbers"),
+        ("margin", "discrete", (-INF, INF), "need a finite one"),
     ],
 )
-def test_a_neutral_margin_that_does_not_fit(routing: Any, form: Any, margin_s: float, message: str) -> None:
+def test_margins_that_do_not_fit(routing: Any, form: Any, margins_s: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ActionCodec(1, routing, form, margin_s)
+        ActionCodec(1, routing, form, margins_s)
 
 
 def test_moves() -> None:

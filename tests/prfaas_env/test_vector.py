@@ -147,12 +147,12 @@ def test_same_as_scalar_envs(mode: AutoresetMode, routing: str, action: str) -> 
         assert play_both(3, 78, mode, **kwargs, reference="static") == 9
 
 
-def test_same_with_a_neutral_margin_which_changes_the_routing() -> None:
+def test_same_with_margins_of_ones_own_which_change_the_routing() -> None:
     kwargs = {"routing": "margin", "reward": "waiting"}
-    assert play_both(3, 78, NEXT_STEP, **kwargs, neutral_margin_s=0.9) == 9
+    assert play_both(3, 78, NEXT_STEP, **kwargs, margins_s=[-1.0, 0.9, math.inf]) == 9
     rewards = []
-    for margin_s in (0.0, 0.9):
-        env = make(2, **kwargs, neutral_margin_s=margin_s)
+    for margins_s in ([0.0], [0.9]):
+        env = make(2, **kwargs, margins_s=margins_s)
         env.reset(seed=3)
         rewards.append(sum(env.step(np.tile(env.codec.neutral(), (2, 1)))[1] for _ in range(60)))
         env.close()
@@ -576,8 +576,8 @@ def test_nothing_works_before_reset() -> None:
         ({"scenario": "papr"}, "unknown scenario 'papr'"),
         ({"routing": "length"}, "routing is 'length'; allowed"),
         (
-            {"routing": "margin", "neutral_margin_s": 1.5},
-            "neutral_margin_s is 1.5; it stands in the grid between",
+            {"routing": "margin", "margins_s": [1.0, 0.5]},
+            "margins_s must be one or more rising numbers, found [1.0, 0.5]",
         ),
         ({"reward": "speed"}, "unknown reward 'speed'"),
         ({"reward": "paired", "reference": "nobody"}, "unknown policy 'nobody'"),

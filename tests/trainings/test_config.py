@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.bundle_manifest import json_grid
 from prfaas_env.env import PrfaasEnv
 from prfaas_trainings.config import TrainingConfig, config_folder, config_names, load_config
 
@@ -58,8 +60,11 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         ({"total_steps": ...}, "give total_steps, minutes, or both"),
         ({"total_steps": 0}, "total_steps"),
         ({"minutes": 0}, "minutes"),
-        ({"neutral_margin_s": 1.0}, "neutral_margin_s"),
-        ({"neutral_margin_s": 0.5, "routing": "threshold"}, "no effect, ppo learns discrete thresholds"),
+        ({"margins_s": [1, 0]}, "margins_s must be one or more rising numbers"),
+        (
+            {"margins_s": [0.5], "routing": "threshold"},
+            "margins_s belong to discrete margins, not discrete threshold",
+        ),
         ({"name": "a b/c"}, "name"),
         (
             {"training_seeds": {"first": 999_999, "count": 2}},
@@ -143,12 +148,13 @@ def test_scenarios_that_do_not_fit(quick: Quick, changes: dict[str, Any], messag
 
 
 def test_the_codec_is_that_of_the_env(quick: Quick) -> None:
-    for routing, margin_s in (("margin", 0.0), ("margin", 0.5), ("threshold", 0.0)):
-        config = quick(routing=routing, neutral_margin_s=margin_s)
+    for routing, margins_s in (("margin", None), ("margin", (0.0, 0.5, math.inf)), ("threshold", None)):
+        given = {} if margins_s is None else {"margins_s": json_grid(margins_s)}
+        config = quick(routing=routing, **given)
         env = PrfaasEnv(
             config.load_scenarios()[0],
             routing=routing,  # type: ignore[arg-type]
-            neutral_margin_s=margin_s,
+            margins_s=margins_s,
             engine="simpy",
         )
         assert config.codec() == env.codec

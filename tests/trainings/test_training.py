@@ -29,6 +29,7 @@ from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.envs import make_vec_env
 from prfaas_trainings.episodes import EpisodeRunner, Row
 from prfaas_trainings.evaluating import evaluate
+from prfaas_trainings.exporting import export_run
 from prfaas_trainings.training import Run, StopSign, resume, short_run_warning, train
 
 from .test_envs import check_episode_files
@@ -240,6 +241,21 @@ def test_other_routing_and_rewards(
     tags = set(events(tmp_path / "run").Tags()["scalars"])
     assert ("prfaas/threshold_log_mean_tokens" in tags) == (changes.get("routing") == "threshold")
     assert ("prfaas/reward_reference" in tags) == (changes.get("reward") == "paired")
+
+
+def test_margins_of_ones_own_are_what_the_policy_decides(
+    quick: Quick, runner: EpisodeRunner, tmp_path: Path
+) -> None:
+    train(quick(total_steps=16, margins_s=[-0.5, 0.25, 0.5], ppo=WILD), tmp_path / "run", runner=runner)
+    export_run(tmp_path / "run", tmp_path / "bundle")
+    found = []
+    for spec in (f"ppo:path={tmp_path / 'run' / 'policy.zip'}", str(tmp_path / "bundle")):
+        episode = simulate(quick().load_scenarios()[0], make_policy(spec), seed=3, timeline=True)
+        assert episode.timeline is not None
+        found.append(episode.timeline["margin_s"].tolist())
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+    assert set(found[0]) <= {-0.5, 0.25, 0.5}
 
 
 def test_time_ends_a_training(quick: Quick, runner: EpisodeRunner, tmp_path: Path) -> None:

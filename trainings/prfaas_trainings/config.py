@@ -23,7 +23,8 @@ from prfaas_agents.settings import (
     WarmStartSettings,
 )
 from prfaas_env.base import Frozen, PrfaasError, first_error
-from prfaas_env.decision import ActionCodec, Routing
+from prfaas_env.bundle_manifest import GridValue, grid_of_json, json_grid
+from prfaas_env.decision import MARGIN_GRID_S, ActionCodec, Routing
 from prfaas_env.env import RewardName
 from prfaas_env.scenarios import Scenario, load_scenario, scenario_names
 from prfaas_env.scenarios.loader import apply_overrides, read_yaml
@@ -124,8 +125,9 @@ class TrainingConfig(Frozen):
         default=(), description="stages before the training's own scenarios, which validation always plays"
     )
     routing: Routing = "margin"
-    neutral_margin_s: float = Field(
-        default=0.0, gt=-1, lt=1, description='margin of "no change" (discrete margins)'
+    margins_s: tuple[GridValue, ...] = Field(
+        default=json_grid(MARGIN_GRID_S),
+        description='what discrete margins can be, rising; the one nearest to 0 is "no change"',
     )
     reward: RewardName = "waiting"
     reward_shape: RewardShape = Field(
@@ -214,10 +216,7 @@ class TrainingConfig(Frozen):
                     f"{self.algorithm}.batch_size {self.settings.batch_size} exceeds the {rollout} decisions of one "
                     f"rollout (n_envs {self.n_envs} x {self.algorithm}.n_steps {self.settings.n_steps})"
                 )
-        if self.neutral_margin_s != 0.0 and (self.routing, self.settings.form) != ("margin", "discrete"):
-            raise ValueError(
-                f"neutral_margin_s: has no effect, {self.algorithm} learns {self.settings.form} {self.routing}s"
-            )
+        self._codec_of(1)
         if any(stage.choices != "both" for stage in self.stages()) and self.algorithm != "maskable_ppo":
             raise ValueError(
                 f"choices: a part of the actions alone needs maskable_ppo, found {self.algorithm}"
@@ -336,8 +335,10 @@ class TrainingConfig(Frozen):
 
     def codec(self) -> ActionCodec:
         """Action codec for the scenarios' PD clusters, of the form that the algorithm learns."""
-        n_pd = len(self.load_scenarios()[0].deployment.pd)
-        return ActionCodec(n_pd, self.routing, self.settings.form, self.neutral_margin_s)
+        return self._codec_of(len(self.load_scenarios()[0].deployment.pd))
+
+    def _codec_of(self, n_pd: int) -> ActionCodec:
+        return ActionCodec(n_pd, self.routing, self.settings.form, grid_of_json(self.margins_s))
 
     def yaml(self) -> str:
         """The whole configuration as YAML; `load_config` of it gives an equal one."""

@@ -25,6 +25,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 
 from prfaas_agents.vec_env import BatchedVecEnv, WithForesight, envs_per_scenario, make_batched_vec_env
 from prfaas_env import ENV_ID
+from prfaas_env.bundle_manifest import grid_of_json
 from prfaas_env.decision import N_MOVES, ActionCodec, ActionForm, Routing
 from prfaas_env.env import PrfaasEnv, RewardName
 from prfaas_env.scenarios import Scenario
@@ -93,7 +94,7 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
         reference: str,
         engine: str,
         action: ActionForm = "discrete",
-        neutral_margin_s: float = 0.0,
+        margins_s: tuple[float, ...] | None = None,
         randomise: Randomise | None = None,
     ) -> None:
         self._make = functools.partial(
@@ -103,7 +104,7 @@ class ScenarioMix(gym.Env[NDArray[np.float32], NDArray[Any]]):
             engine=engine,
             routing=routing,
             action=action,
-            neutral_margin_s=neutral_margin_s,
+            margins_s=margins_s,
             reward=reward,
             reference=reference,
         )
@@ -235,7 +236,7 @@ class EnvFactory:
     reward_factor: float
     episodes_folder: Path | None
     action: ActionForm = "discrete"
-    neutral_margin_s: float = 0.0
+    margins_s: tuple[float, ...] | None = None
     randomise: Randomise = field(default_factory=dict)
     file_prefix: str = ""
 
@@ -253,7 +254,7 @@ class EnvFactory:
             reference=self.reference,
             engine=self.engine,
             action=self.action,
-            neutral_margin_s=self.neutral_margin_s,
+            margins_s=self.margins_s,
             randomise=self.randomise,
         )
         folder = self.episodes_folder
@@ -372,7 +373,7 @@ def make_vec_env(
             seeds=config.training_seeds.seeds,
             routing=config.routing,
             action=config.settings.form,
-            neutral_margin_s=config.neutral_margin_s,
+            margins_s=grid_of_json(config.margins_s),
             reward=config.reward,
             reference=config.reference,
             stagger=config.stagger,
@@ -395,7 +396,7 @@ def make_vec_env(
             reward_factor=factor,
             episodes_folder=episodes_folder,
             action=config.settings.form,
-            neutral_margin_s=config.neutral_margin_s,
+            margins_s=grid_of_json(config.margins_s),
             randomise=stage.randomise,
             file_prefix=file_prefix,
         )
