@@ -137,7 +137,9 @@ class CodecRecord(Frozen):
     @classmethod
     def of(cls, codec: ActionCodec) -> CodecRecord:
         """Record of a codec."""
-        return cls(**{**dataclasses.asdict(codec), "margins_s": json_grid(codec.margins_s)})
+        return cls(
+            n_pd=codec.n_pd, routing=codec.routing, form=codec.form, margins_s=json_grid(codec.margins_s)
+        )
 
     def codec(self) -> ActionCodec:
         """The codec."""

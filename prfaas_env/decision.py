@@ -157,13 +157,15 @@ class ActionCodec:
     moves. The parts never constrain each other.
 
     `margins_s` are the margins of the discrete form, rising. A prompt that goes remote takes a link and a queue that
-    others need, so the best margin is often a little above 0; a grid of few values is learned sooner.
+    others need, so the best margin is often a little above 0; a grid of few values is learned sooner. `margin_s` is
+    the one of "no change": by default that nearest to 0, which is earliest finish, and of two such the larger one.
     """
 
     n_pd: int
     routing: Routing
     form: ActionForm
     margins_s: tuple[float, ...] = MARGIN_GRID_S
+    margin_s: float | None = None
 
     def __post_init__(self) -> None:
         margins = self.margins_s
@@ -173,6 +175,8 @@ class ActionCodec:
             raise ValueError(f"margins_s must be one or more rising numbers, found {list(margins)}")
         if not math.isfinite(self.neutral_margin_s):
             raise ValueError(f"margins_s need a finite one, found {list(margins)}")
+        if self.neutral_margin_s not in margins:
+            raise ValueError(f"margin_s is {self.margin_s}; it must be one of margins_s, {list(margins)}")
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -181,8 +185,8 @@ class ActionCodec:
 
     @property
     def neutral_margin_s(self) -> float:
-        """The margin of "no change": the one nearest to 0 (which is earliest finish), of two the larger one."""
-        return min(reversed(self.margins_s), key=abs)
+        """The margin of "no change"."""
+        return min(reversed(self.margins_s), key=abs) if self.margin_s is None else self.margin_s
 
     def space(self) -> spaces.Space[Any]:
         """The Gymnasium action space."""

@@ -16,31 +16,46 @@ ActivationName = Literal["tanh", "relu"]
 AlgorithmName = Literal["ppo", "maskable_ppo", "recurrent_ppo", "sac", "tqc"]
 
 
-class WarmStartSettings(Frozen):
-    """The first policy of a learner, from roll-outs (see `warm_start`)."""
+class RollOutSettings(Frozen):
+    """How choices are priced by roll-outs (see `roll_outs`), and how a policy is fitted to their prices."""
 
-    rounds: int = Field(default=4, ge=1, description="each plays with the policy of the last one")
-    states: int = Field(default=30_000, ge=1, description="states priced in a round")
+    states: int = Field(default=30_000, ge=1, description="states priced (in a round)")
     horizon_s: float = Field(default=90.0, gt=0, description="how long the copies of a state run on")
     n_envs: int = Field(default=32, ge=1)
-    priced_share: float = Field(
-        default=0.5, gt=0, le=1, description="share of the states with a legal move that are priced"
-    )
+    priced_share: float = Field(default=0.5, gt=0, le=1, description="share of the states that are priced")
     idle_share: float = Field(
         default=0.125, ge=0, le=1, description="share of the envs that never move a node"
     )
     detour_share: float = Field(default=0.375, ge=0, le=1, description="share of the envs sent on detours")
-    move_cost_s: float = Field(
-        default=0.0, ge=0, description="request-seconds that a move costs whatever the roll-outs say"
-    )
     cost_scale_s: float = Field(
         default=50.0, gt=0, description="request-seconds; prices beyond weigh less (Huber loss)"
     )
     sharpness: float = Field(default=3.0, gt=0, description="logits per scale of price")
-    epochs: int = Field(default=4, ge=1, description="passes over all priced states, per round")
+    epochs: int = Field(default=4, ge=1, description="passes over all priced states (per round)")
     batch_size: int = Field(default=512, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0, description="at the start of a round; falls to 1%")
+    learning_rate: float = Field(default=1e-3, gt=0, description="at the start (of a round); falls to 1%")
     weight_decay: float = Field(default=1e-4, ge=0)
+
+
+class WarmStartSettings(RollOutSettings):
+    """The first policy of a learner, from roll-outs (see `warm_start`)."""
+
+    rounds: int = Field(default=4, ge=1, description="each plays with the policy of the last one")
+    move_cost_s: float = Field(
+        default=0.0, ge=0, description="request-seconds that a move costs whatever the roll-outs say"
+    )
+
+
+class RoutingFitSettings(RollOutSettings):
+    """The routing of a policy that has learned its moves, from roll-outs (see `routing_fit`)."""
+
+    states: int = Field(default=40_000, ge=1, description="states priced")
+    idle_share: float = Field(default=0.0, ge=0, le=1, description="share of the envs that never move a node")
+    detour_share: float = Field(default=0.125, ge=0, le=1, description="share of the envs sent on detours")
+    cost_scale_s: float = Field(
+        default=10.0, gt=0, description="request-seconds; prices beyond weigh less (Huber loss)"
+    )
+    epochs: int = Field(default=12, ge=1, description="passes over all priced states")
 
 
 class LearnerSettings(Frozen):

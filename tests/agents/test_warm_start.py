@@ -11,17 +11,10 @@ import torch
 
 from prfaas_agents.algorithms import make_learner
 from prfaas_agents.ppo import routing_rows, settle_routing
+from prfaas_agents.roll_outs import Detours, Priced, behaviour_of, joined
 from prfaas_agents.settings import MaskablePpoSettings, WarmStartSettings
 from prfaas_agents.vec_env import make_batched_vec_env
-from prfaas_agents.warm_start import (
-    Detours,
-    PricedMoves,
-    behaviour_of,
-    fit_moves,
-    joined,
-    price_moves,
-    warm_start,
-)
+from prfaas_agents.warm_start import fit_moves, price_moves, warm_start
 from prfaas_env.decision import ActionCodec, Decision, Move
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.compiled_engine import CompiledEngine
@@ -40,7 +33,7 @@ def stay(observations: Any, legal: Any) -> Any:
 
 def priced(
     scenario: Scenario, seeds: list[int], n_states: int, margin_s: float = 0.0, **settings: Any
-) -> PricedMoves:
+) -> Priced:
     given = WarmStartSettings(**{"n_envs": len(seeds), "priced_share": 1.0, "horizon_s": 60.0, **settings})
     rng = np.random.default_rng(0)
     return joined(list(price_moves(scenario, stay, margin_s, iter(seeds), n_states, given, rng)))
@@ -143,7 +136,7 @@ def test_the_fit_gives_the_prices_back_and_leaves_the_routing() -> None:
     rows = routing_rows(CODEC)
     before = model.policy.action_net.weight[rows].clone(), model.policy.action_net.bias[rows].clone()
     settings = WarmStartSettings(epochs=30, batch_size=256)
-    first = fit_moves(model.policy, CODEC, PricedMoves(observations, cost_s), settings, 0)
+    first = fit_moves(model.policy, CODEC, Priced(observations, cost_s), settings, 0)
     assert first < 0.1
     legal = np.ones((4_000, 1, 3), dtype=bool)
     moves = behaviour_of(model.policy, CODEC)(observations, legal)[:, 0]

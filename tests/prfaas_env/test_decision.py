@@ -63,6 +63,10 @@ def test_margins_of_ones_own() -> None:
         *[True] * 4, True, True, False, *[True] * 4, False, True, True,
     ]  # fmt: skip
     assert ActionCodec(1, "margin", "discrete", (0.5,)).neutral().tolist() == [0, 1]
+    chosen = ActionCodec(1, "margin", "discrete", (0.0, 0.5, 1.0), margin_s=1.0)
+    assert chosen.neutral().tolist() == [2, 1]
+    with pytest.raises(ValueError, match=r"margin_s is 0.7; it must be one of margins_s, \[0.0, 0.5, 1.0\]"):
+        ActionCodec(1, "margin", "discrete", (0.0, 0.5, 1.0), margin_s=0.7)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         ({"total_steps": ...}, "give total_steps, minutes, or both"),
         ({"total_steps": 0}, "total_steps"),
         ({"minutes": 0}, "minutes"),
+        (
+            {"routing_fit": {}, "routing": "threshold"},
+            "routing_fit needs ppo or maskable_ppo, routing margin",
+        ),
+        ({"routing_fit": {}, "algorithm": "recurrent_ppo"}, "routing_fit needs .*; found recurrent_ppo"),
+        ({"routing_fit": {}}, "routing_fit goes with choices moves, found both"),
         ({"margins_s": [1, 0]}, "margins_s must be one or more rising numbers"),
         (
             {"margins_s": [0.5], "routing": "threshold"},

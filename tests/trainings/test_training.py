@@ -453,6 +453,41 @@ def test_moves_alone_with_foresight_and_a_warm_start(
     assert again.validations[: len(result.validations)] == result.validations
 
 
+def test_the_routing_is_fitted_after_the_moves(quick: Quick, runner: EpisodeRunner, tmp_path: Path) -> None:
+    config = quick(
+        scenarios=[{"scenario": "drift", "overrides": ["measure.horizon_s=60"]}],
+        engine="compiled",
+        vectorization="batched",
+        n_envs=8,
+        algorithm="maskable_ppo",
+        ppo=None,
+        maskable_ppo={**WILD, "n_steps": 4, "batch_size": 16, "neutral_routing": 0.95},
+        margins_s=[0.0, 0.5, 30.0],
+        margin_s=0.5,
+        choices="moves",
+        routing_fit={"states": 24, "n_envs": 4, "horizon_s": 30, "epochs": 3, "learning_rate": 0.03},
+        total_steps=64,
+        validation={"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
+    )
+    out = tmp_path / "run"
+    result = train(config, out, runner=runner)
+    moves, fitted = result.validations[-2:]
+    assert moves.steps == 64
+    assert 24 <= fitted.steps - 64 < 28
+    assert fitted.steps == result.steps
+    scenario = load_config(out / "config.yaml").load_scenarios()[0]
+    margins = []
+    for validated in (moves, fitted):
+        episode = simulate(scenario, LearnedPolicy(validated.folder), seed=5, timeline=True)
+        assert episode.timeline is not None
+        margins.append(set(episode.timeline["margin_s"].tolist()))
+    assert margins[0] == {0.5}
+    assert margins[1] <= {0.0, 0.5, 30.0}
+    assert margins[1] != {0.5}
+    tags = set(events(out).Tags()["scalars"])
+    assert {"prfaas_routing_fit/loss", "prfaas_routing_fit/loss_moves"} <= tags
+
+
 def test_choices_mask_what_is_not_learned(quick: Quick) -> None:
     for choices, free in (("moves", slice(13, 16)), ("routing", slice(0, 13)), ("both", slice(0, 16))):
         config = quick(

@@ -18,6 +18,7 @@ from prfaas_agents.settings import (
     MaskablePpoSettings,
     PpoSettings,
     RecurrentPpoSettings,
+    RoutingFitSettings,
     SacSettings,
     TqcSettings,
     WarmStartSettings,
@@ -127,7 +128,10 @@ class TrainingConfig(Frozen):
     routing: Routing = "margin"
     margins_s: tuple[GridValue, ...] = Field(
         default=json_grid(MARGIN_GRID_S),
-        description='what discrete margins can be, rising; the one nearest to 0 is "no change"',
+        description="what discrete margins can be, rising",
+    )
+    margin_s: float | None = Field(
+        default=None, description='the margin of "no change", one of margins_s; default: the one nearest to 0'
     )
     reward: RewardName = "waiting"
     reward_shape: RewardShape = Field(
@@ -151,6 +155,10 @@ class TrainingConfig(Frozen):
     warm_start: WarmStartSettings | None = Field(
         default=None,
         description="fit the first policy to roll-outs; each priced state counts as a step (PPO on margins)",
+    )
+    routing_fit: RoutingFitSettings | None = Field(
+        default=None,
+        description="at the end fit the routing to roll-outs; each priced state counts as a step (PPO on margins)",
     )
     total_steps: int | None = Field(default=None, ge=1, description="stop after this many decisions")
     minutes: float | None = Field(default=None, gt=0, description="stop after this time, validation included")
@@ -221,15 +229,7 @@ class TrainingConfig(Frozen):
             raise ValueError(
                 f"choices: a part of the actions alone needs maskable_ppo, found {self.algorithm}"
             )
-        if self.warm_start is not None and (
-            self.algorithm not in ("ppo", "maskable_ppo")
-            or self.routing != "margin"
-            or self.engine != "compiled"
-        ):
-            raise ValueError(
-                "warm_start needs ppo or maskable_ppo, routing margin and engine compiled; found "
-                f"{self.algorithm}, {self.routing}, {self.engine}"
-            )
+        self._check_roll_outs()
         if self.foresight and (
             self.algorithm not in ("ppo", "maskable_ppo") or self.vectorization != "batched"
         ):
@@ -247,6 +247,20 @@ class TrainingConfig(Frozen):
         if len(set(self.seeds)) != len(self.seeds) or any(seed < 0 for seed in self.seeds):
             raise ValueError(f"seeds must be different numbers of 0 or more, found {list(self.seeds)}")
         return self
+
+    def _check_roll_outs(self) -> None:
+        for name in ("warm_start", "routing_fit"):
+            if getattr(self, name) is not None and (
+                self.algorithm not in ("ppo", "maskable_ppo")
+                or self.routing != "margin"
+                or self.engine != "compiled"
+            ):
+                raise ValueError(
+                    f"{name} needs ppo or maskable_ppo, routing margin and engine compiled; found "
+                    f"{self.algorithm}, {self.routing}, {self.engine}"
+                )
+        if self.routing_fit is not None and self.stages()[-1].choices != "moves":
+            raise ValueError(f"routing_fit goes with choices moves, found {self.stages()[-1].choices}")
 
     def stages(self) -> tuple[Stage, ...]:
         """The curriculum, then the training's own scenarios."""
@@ -338,7 +352,9 @@ class TrainingConfig(Frozen):
         return self._codec_of(len(self.load_scenarios()[0].deployment.pd))
 
     def _codec_of(self, n_pd: int) -> ActionCodec:
-        return ActionCodec(n_pd, self.routing, self.settings.form, grid_of_json(self.margins_s))
+        return ActionCodec(
+            n_pd, self.routing, self.settings.form, grid_of_json(self.margins_s), self.margin_s
+        )
 
     def yaml(self) -> str:
         """The whole configuration as YAML; `load_config` of it gives an equal one."""

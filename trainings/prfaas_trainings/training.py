@@ -34,7 +34,8 @@ from prfaas_agents.record import (
     TrainedOn,
     read_record,
 )
-from prfaas_agents.settings import WarmStartSettings
+from prfaas_agents.routing_fit import routing_fit
+from prfaas_agents.settings import RoutingFitSettings, WarmStartSettings
 from prfaas_agents.warm_start import warm_start
 from prfaas_env.base import PrfaasError, write_whole
 from prfaas_env.scenarios import Scenario
@@ -54,7 +55,7 @@ from prfaas_trainings.checkpoint import (
     write_checkpoint,
 )
 from prfaas_trainings.compare import Comparison, labels_of, replayed_slice, run_timelines, versions
-from prfaas_trainings.config import TrainingConfig
+from prfaas_trainings.config import Stage, TrainingConfig
 from prfaas_trainings.envs import TrainingEnvs
 from prfaas_trainings.episodes import EpisodeRunner, default_jobs, warm_up
 from prfaas_trainings.evaluating import config_of, evaluate
@@ -327,8 +328,6 @@ class Run:
     def warm_start(self, settings: WarmStartSettings, sign: StopSign) -> None:
         """Fit the first policy to roll-outs, and save and validate it. Stopped half-way it is what it was."""
         config, model = self.config, self.model
-        stage = config.stages()[0]
-        scenarios = config.at_decision_interval(config.stage_scenarios(stage))
         before = copy.deepcopy(model.policy.state_dict())
         self.report.say(
             f"warm start: {settings.rounds} x {settings.states:,} states with roll-outs of {settings.horizon_s:g} s"
@@ -342,15 +341,50 @@ class Run:
                 self.notes.dump(states)
             return sign.is_set
 
-        weighted = [(s, given.weight) for s, given in zip(scenarios, stage.scenarios, strict=True)]
         states = warm_start(
-            model.policy, self.codec, weighted, config.training_seeds.seeds, settings, config.seed, tell
+            model.policy,
+            self.codec,
+            self._weighted(config.stages()[0]),
+            config.training_seeds.seeds,
+            settings,
+            config.seed,
+            tell,
         )
         if sign.is_set:
             model.policy.load_state_dict(before)
             return
         model.num_timesteps = states
         self.report.say(f"warm start: {describe(self.checkpoint())}")
+
+    def routing_fit(self, settings: RoutingFitSettings, sign: StopSign) -> None:
+        """Fit the routing to roll-outs, and save and validate the policy. Stopped half-way it is what it was."""
+        config, model = self.config, self.model
+        self.report.say(
+            f"routing: {settings.states:,} states with roll-outs of {settings.horizon_s:g} s of "
+            f"{len(self.codec.grid)} margins"
+        )
+        states, losses = routing_fit(
+            model.policy,
+            self.codec,
+            self._weighted(config.stages()[-1]),
+            config.training_seeds.seeds,
+            settings,
+            config.seed,
+            lambda _: sign.is_set,
+        )
+        if losses is None:
+            return
+        model.num_timesteps += states
+        self.report.say(f"routing: {states:,} states, loss {losses[0]:.4f}, of the moves {losses[1]:.4f}")
+        self.notes.record(f"{PREFIX}_routing_fit/loss", losses[0])
+        self.notes.record(f"{PREFIX}_routing_fit/loss_moves", losses[1])
+        self.notes.dump(model.num_timesteps)
+        self.report.say(f"routing: {describe(self.checkpoint())}")
+
+    def _weighted(self, stage: Stage) -> list[tuple[Scenario, float]]:
+        """Scenarios of a stage at the decision interval, with their weights."""
+        scenarios = self.config.at_decision_interval(self.config.stage_scenarios(stage))
+        return [(s, given.weight) for s, given in zip(scenarios, stage.scenarios, strict=True)]
 
     def write_update(self) -> None:
         """Write what an on-policy update has recorded, at the step of the update; others write by steps."""
@@ -755,6 +789,8 @@ def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
     if run.changed:
         last = run.checkpoint()
         run.report.say(f"last policy, step {last.steps:,}: {describe(last)}")
+    if config.routing_fit is not None and not sign.is_set:
+        run.routing_fit(config.routing_fit, sign)
     model.logger.close()
     return schedule
 
