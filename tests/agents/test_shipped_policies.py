@@ -68,7 +68,7 @@ def test_an_empty_system_and_missing_metrics() -> None:
     schema = scenario_schema(scenario)
     policy = learned()
     policy.reset(PolicyContext(scenario, schema, 0))
-    moves = []
+    moves, margins = [], set()
     for k in range(200):
         # nothing known but the split: every flag 0, every count 0
         values = np.zeros(len(schema))
@@ -83,8 +83,9 @@ def test_an_empty_system_and_missing_metrics() -> None:
             recent_lengths_tokens=(np.zeros(0, dtype=np.int64),),
         )
         decided = policy.decide(reading).clusters[0]
-        assert decided.margin_s == 0.0
+        margins.add(decided.margin_s)
         moves.append(decided.move)
+    assert len(margins) == 1  # nothing changes, so it holds one
     assert flips([int(m) for m in moves if m is not Move.NONE]) <= 1
 
 
