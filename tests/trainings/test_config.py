@@ -64,8 +64,11 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
             {"routing_fit": {}, "routing": "threshold"},
             "routing_fit needs ppo or maskable_ppo, routing margin",
         ),
-        ({"routing_fit": {}, "algorithm": "recurrent_ppo"}, "routing_fit needs .*; found recurrent_ppo"),
-        ({"routing_fit": {}}, "routing_fit goes with choices moves, found both"),
+        (
+            {"routing_fit": {}, "algorithm": "recurrent_ppo", "ppo": None, "n_envs": 8},
+            "routing_fit needs .*; found recurrent_ppo",
+        ),
+        ({"routing_fit": {}, "engine": "compiled"}, "routing_fit goes with choices moves, found both"),
         ({"margins_s": [1, 0]}, "margins_s must be one or more rising numbers"),
         (
             {"margins_s": [0.5], "routing": "threshold"},
