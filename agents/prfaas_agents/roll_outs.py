@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +34,6 @@ _DETOUR_DECISIONS = range(2, 8)
 Behaviour = Callable[[NDArray[np.float32], NDArray[np.bool_]], IntArray]
 
 
-#: Prices some states of a scenario for a behaviour, until there are as many as wanted.
-Pricing = Callable[[Scenario, Behaviour, int], Iterator["Priced"]]
-
-
 @dataclass(frozen=True)
 class Priced:
     """States and what each choice cost in them.
@@ -51,6 +48,10 @@ class Priced:
 
     def __len__(self) -> int:
         return len(self.observations)
+
+
+#: Prices some states of a scenario for a behaviour, until there are as many as wanted.
+Pricing = Callable[[Scenario, Behaviour, int], Iterator[Priced]]
 
 
 def joined(parts: Sequence[Priced]) -> Priced:
@@ -110,44 +111,79 @@ def visits(
         batch.close()
 
 
-def waited_s(
-    visit: Visit,
-    branches: Branches,
-    chosen: IntArray,
-    margins_s: FloatArray,
-    moves: IntArray,
-    neutral_margin_s: float,
-    control_ns: int,
-    until_ns: int,
-) -> FloatArray:
-    """Waiting from now to the end of the roll-outs, in request-seconds, shape (chosen, choices).
+class RollOuts:
+    """Copies of visited states that run on, one per choice: it holds for one interval, then "no change" does.
 
     Args:
-        visit: the states.
-        branches: at least as many as chosen states x choices.
-        chosen: which envs.
-        margins_s: held for one interval, shape (chosen, choices, PD clusters).
-        moves: ordered now, same shape.
-        neutral_margin_s: held after the interval; no move is ordered then.
-        control_ns: the interval.
-        until_ns: end of the roll-outs.
+        scenario: its control interval is the interval.
+        settings: how many states are visited at a time, and how long the copies run on.
+        margin_s: the margin of "no change".
+        n_choices: copies per state.
     """
-    n, each, n_pd = moves.shape
-    for k, e in enumerate(chosen.tolist()):
-        branches.take_env(visit.batch, e, slice(k * each, (k + 1) * each), until_ns)
-    live = np.arange(branches.n) < n * each
-    margin = np.full((branches.n, n_pd), neutral_margin_s)
-    order = np.full((branches.n, n_pd), int(Move.NONE), dtype=np.int64)
-    first_ns = min(visit.now_ns + control_ns, until_ns)
-    margin[live], order[live] = margins_s.reshape(-1, n_pd), moves.reshape(-1, n_pd)
-    branches.step(first_ns, margin, order, live=live)
-    if first_ns < until_ns:
-        branches.step(
-            until_ns, np.full_like(margin, neutral_margin_s), np.full_like(order, int(Move.NONE)), live=live
-        )
-    before_s = visit.batch.whole[chosen, WHOLE_WAITING_NS] / NS_PER_S
-    after_s: FloatArray = branches.waiting_ns[live].reshape(n, each) / NS_PER_S
-    return after_s - before_s[:, None]
+
+    def __init__(
+        self, scenario: Scenario, settings: RollOutSettings, margin_s: float, n_choices: int
+    ) -> None:
+        self._branches = Branches(scenario, settings.n_envs * n_choices, threads=True)
+        self._margin_s = margin_s
+        self._control_ns = ns_from_s(scenario.control.control_interval_s)
+        self._horizon_ns = ns_from_s(settings.horizon_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._branches.close()
+
+    def waited_s(self, visit: Visit, chosen: IntArray, margins_s: FloatArray, moves: IntArray) -> FloatArray:
+        """Waiting from now to the end of the roll-outs, in request-seconds, shape (chosen, choices).
+
+        Args:
+            visit: the states.
+            chosen: which envs.
+            margins_s: held for one interval, shape (chosen, choices, PD clusters).
+            moves: ordered now, same shape.
+        """
+        branches = self._branches
+        n, each, n_pd = moves.shape
+        until_ns = visit.now_ns + self._horizon_ns
+        for k, e in enumerate(chosen.tolist()):
+            branches.take_env(visit.batch, e, slice(k * each, (k + 1) * each), until_ns)
+        live = np.arange(branches.n) < n * each
+        no_margin = np.full((branches.n, n_pd), self._margin_s)
+        no_move = np.full((branches.n, n_pd), int(Move.NONE), dtype=np.int64)
+        margin, order = no_margin.copy(), no_move.copy()
+        margin[live], order[live] = margins_s.reshape(-1, n_pd), moves.reshape(-1, n_pd)
+        first_ns = min(visit.now_ns + self._control_ns, until_ns)
+        branches.step(first_ns, margin, order, live=live)
+        if first_ns < until_ns:
+            branches.step(until_ns, no_margin, no_move, live=live)
+        before_s = visit.batch.whole[chosen, WHOLE_WAITING_NS] / NS_PER_S
+        after_s: FloatArray = branches.waiting_ns[live].reshape(n, each) / NS_PER_S
+        return after_s - before_s[:, None]
+
+
+def one_at_a_time(n_pd: int, others: NDArray[Any], neutral: float) -> NDArray[Any]:
+    """The neutral value everywhere, then each other one in each PD cluster alone.
+
+    Shape (1 + PD clusters x others, PD clusters), the type is that of the others.
+    """
+    rows = np.full((1 + n_pd * len(others), n_pd), neutral, dtype=others.dtype)
+    for pd in range(n_pd):
+        rows[1 + pd * len(others) : 1 + (pd + 1) * len(others), pd] = others
+    return rows
+
+
+def costs_s(waited: FloatArray, n_pd: int, at: IntArray, n_choices: int) -> FloatArray:
+    """Cost of each choice less that of "no change", shape (n, PD clusters, choices).
+
+    Args:
+        waited: of the rows of `one_at_a_time`, shape (n, rows).
+        n_pd: number of PD clusters.
+        at: places of the others among the choices.
+        n_choices: choices of a PD cluster, the neutral one included, which costs 0.
+    """
+    cost_s = np.zeros((len(waited), n_pd, n_choices))
+    cost_s[:, :, at] = (waited[:, 1:] - waited[:, :1]).reshape(len(waited), n_pd, -1)
+    return cost_s
 
 
 class Detours:
@@ -210,6 +246,44 @@ def action_logits(policy: ActorCriticPolicy, observations: torch.Tensor, codec: 
 def move_logits(policy: ActorCriticPolicy, observations: torch.Tensor, codec: ActionCodec) -> torch.Tensor:
     """Logits of the moves, shape (n, PD clusters, 3)."""
     return action_logits(policy, observations, codec)[:, :, len(codec.grid) :]
+
+
+def fit_actor(
+    policy: ActorCriticPolicy,
+    n: int,
+    settings: RollOutSettings,
+    seed: int,
+    losses: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> list[float]:
+    """Train the layers of the actor on n samples.
+
+    Args:
+        policy: changed in place.
+        n: number of samples.
+        settings: passes, batch size, learning rate and its decay.
+        seed: of the order of the samples.
+        losses: of the samples with these indices, shape (batch,); their sum is minimised.
+
+    Returns:
+        The mean of each loss in the last pass.
+    """
+    actor = [*policy.mlp_extractor.policy_net.parameters(), *policy.action_net.parameters()]
+    optimiser = torch.optim.AdamW(actor, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    generator = torch.Generator().manual_seed(seed)
+    steps = settings.epochs * math.ceil(n / settings.batch_size)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, steps)
+    sums = np.zeros(1)
+    for _ in range(settings.epochs):
+        sums = np.zeros(1)
+        for rows in torch.randperm(n, generator=generator).split(settings.batch_size):
+            found = losses(rows)
+            optimiser.zero_grad()
+            sum(found[1:], found[0]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
+            sums = sums + len(rows) * np.array([loss.item() for loss in found])
+    means: list[float] = (sums / n).tolist()
+    return means
 
 
 def priced_of(

@@ -7,8 +7,8 @@ little noise. The moves stay as they were learned.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -17,19 +17,21 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from prfaas_agents.roll_outs import (
     Behaviour,
     Priced,
+    RollOuts,
     action_logits,
     behaviour_of,
+    costs_s,
     episode_seeds,
+    fit_actor,
     joined,
+    move_logits,
+    one_at_a_time,
     priced_of,
     visits,
-    waited_s,
 )
 from prfaas_agents.settings import RoutingFitSettings
-from prfaas_env.branches import Branches
 from prfaas_env.decision import ActionCodec
 from prfaas_env.scenarios import Scenario
-from prfaas_env.simulator.formulas import ns_from_s
 
 
 def price_margins(
@@ -59,30 +61,20 @@ def price_margins(
     """
     neutral_s, grid = codec.neutral_margin_s, np.array(codec.grid)
     others = np.flatnonzero(grid != neutral_s)
-    candidates = np.full((1 + codec.n_pd * len(others), codec.n_pd), neutral_s)
-    for pd in range(codec.n_pd):
-        candidates[1 + pd * len(others) : 1 + (pd + 1) * len(others), pd] = grid[others]
-    control_ns, horizon_ns = ns_from_s(scenario.control.control_interval_s), ns_from_s(settings.horizon_s)
-    branches = Branches(scenario, settings.n_envs * len(candidates), threads=True)
+    rows = one_at_a_time(codec.n_pd, grid[others], neutral_s)
     found = 0
-    try:
+    with closing(RollOuts(scenario, settings, neutral_s, len(rows))) as roll_outs:
         for visit in visits(scenario, behaviour, neutral_s, seeds, settings, rng):
             chosen = np.flatnonzero(rng.random(settings.n_envs) < settings.priced_share)
             if not len(chosen):
                 continue
             observations = visit.batch.observation[chosen].copy()
-            moves = behaviour(observations, visit.legal[chosen])[:, None, :].repeat(len(candidates), 1)
-            margins_s = np.tile(candidates, (len(chosen), 1, 1))
-            until_ns = visit.now_ns + horizon_ns
-            waited = waited_s(visit, branches, chosen, margins_s, moves, neutral_s, control_ns, until_ns)
-            cost_s = np.zeros((len(chosen), codec.n_pd, len(grid)), dtype=np.float32)
-            cost_s[:, :, others] = (waited[:, 1:] - waited[:, :1]).reshape(len(chosen), codec.n_pd, -1)
-            yield Priced(observations, cost_s)
+            moves = behaviour(observations, visit.legal[chosen])[:, None, :].repeat(len(rows), 1)
+            waited = roll_outs.waited_s(visit, chosen, np.tile(rows, (len(chosen), 1, 1)), moves)
+            yield Priced(observations, costs_s(waited, codec.n_pd, others, len(grid)).astype(np.float32))
             found += len(chosen)
             if found >= n_states:
                 return
-    finally:
-        branches.close()
 
 
 def fit_routing(
@@ -99,28 +91,19 @@ def fit_routing(
     wanted = torch.as_tensor(priced.cost_s / settings.cost_scale_s)
     n_grid, neutral = len(codec.grid), int(codec.neutral()[0])
     with torch.no_grad():
-        held = action_logits(policy, observations, codec)[:, :, n_grid:]
-    actor = [*policy.mlp_extractor.policy_net.parameters(), *policy.action_net.parameters()]
-    optimiser = torch.optim.AdamW(actor, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    generator = torch.Generator().manual_seed(seed)
-    n, size = len(priced), settings.batch_size
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, settings.epochs * math.ceil(n / size))
-    losses = np.zeros(2)
-    for _ in range(settings.epochs):
-        losses[:] = 0.0
-        for rows in torch.randperm(n, generator=generator).split(size):
-            logits = action_logits(policy, observations[rows], codec)
-            routing = logits[:, :, :n_grid] / settings.sharpness
-            price = routing[:, :, neutral, None] - routing
-            of_prices = torch.nn.functional.huber_loss(price, wanted[rows])
-            of_moves = torch.nn.functional.mse_loss(logits[:, :, n_grid:], held[rows])
-            optimiser.zero_grad()
-            (of_prices + of_moves).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            schedule.step()
-            losses += len(rows) * np.array([of_prices.item(), of_moves.item()])
-    of_prices_mean, of_moves_mean = (losses / n).tolist()
-    return of_prices_mean, of_moves_mean
+        held = move_logits(policy, observations, codec)
+
+    def losses(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = action_logits(policy, observations[rows], codec)
+        routing = logits[:, :, :n_grid] / settings.sharpness
+        price = routing[:, :, neutral, None] - routing
+        return (
+            torch.nn.functional.huber_loss(price, wanted[rows]),
+            torch.nn.functional.mse_loss(logits[:, :, n_grid:], held[rows]),
+        )
+
+    of_prices, of_moves = fit_actor(policy, len(priced), settings, seed, losses)
+    return of_prices, of_moves
 
 
 def routing_fit(

@@ -8,8 +8,8 @@ look alike. Its prices become the logits of the policy's moves, from which a lea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -19,21 +19,22 @@ from prfaas_agents.ppo import FixedScaling, routing_rows
 from prfaas_agents.roll_outs import (
     Behaviour,
     Priced,
+    RollOuts,
     behaviour_of,
+    costs_s,
     episode_seeds,
+    fit_actor,
     joined,
     move_logits,
+    one_at_a_time,
     priced_of,
     visits,
-    waited_s,
 )
 from prfaas_agents.settings import WarmStartSettings
-from prfaas_env.branches import Branches
-from prfaas_env.decision import ActionCodec, Move
+from prfaas_env.decision import N_MOVES, ActionCodec, Move
 from prfaas_env.scenarios import Scenario
-from prfaas_env.simulator.formulas import FloatArray, IntArray, ns_from_s
 
-_MOVES = [int(Move.PREFILL_TO_DECODE), int(Move.DECODE_TO_PREFILL)]
+_MOVES = np.array([Move.PREFILL_TO_DECODE, Move.DECODE_TO_PREFILL], dtype=np.int64)
 
 
 # ------------------------------------------------------------------------------------------ pricing
@@ -63,46 +64,21 @@ def price_moves(
         Some states at a time, `n_states` or a few more in all; choices are the three moves.
     """
     n_pd = len(scenario.deployment.pd)
-    orders = _candidate_moves(n_pd)
-    control_ns, horizon_ns = ns_from_s(scenario.control.control_interval_s), ns_from_s(settings.horizon_s)
-    branches = Branches(scenario, settings.n_envs * len(orders), threads=True)
+    rows = one_at_a_time(n_pd, _MOVES, Move.NONE)
     found = 0
-    try:
+    with closing(RollOuts(scenario, settings, margin_s, len(rows))) as roll_outs:
         for visit in visits(scenario, behaviour, margin_s, seeds, settings, rng):
             open_ = visit.legal[:, :, _MOVES].any((1, 2))
             chosen = np.flatnonzero(open_ & (rng.random(settings.n_envs) < settings.priced_share))
             if not len(chosen):
                 continue
-            moves = np.tile(orders, (len(chosen), 1, 1))
-            margins_s = np.full(moves.shape, margin_s)
-            waited = waited_s(
-                visit, branches, chosen, margins_s, moves, margin_s, control_ns, visit.now_ns + horizon_ns
-            )
-            cost_s = np.where(visit.legal[chosen], _cost_s(waited, n_pd), np.nan).astype(np.float32)
-            yield Priced(visit.batch.observation[chosen].copy(), cost_s)
+            moves = np.tile(rows, (len(chosen), 1, 1))
+            waited = roll_outs.waited_s(visit, chosen, np.full(moves.shape, margin_s), moves)
+            cost_s = np.where(visit.legal[chosen], costs_s(waited, n_pd, _MOVES, N_MOVES), np.nan)
+            yield Priced(visit.batch.observation[chosen].copy(), cost_s.astype(np.float32))
             found += len(chosen)
             if found >= n_states:
                 return
-    finally:
-        branches.close()
-
-
-def _candidate_moves(n_pd: int) -> IntArray:
-    """No move, then each move of each PD cluster alone: shape (1 + 2 PD clusters, PD clusters)."""
-    rows = np.full((1 + 2 * n_pd, n_pd), int(Move.NONE), dtype=np.int64)
-    for pd in range(n_pd):
-        rows[1 + 2 * pd, pd] = Move.PREFILL_TO_DECODE
-        rows[2 + 2 * pd, pd] = Move.DECODE_TO_PREFILL
-    return rows
-
-
-def _cost_s(waited: FloatArray, n_pd: int) -> FloatArray:
-    """Cost of each move less that of none, shape (n, PD clusters, 3), illegal ones included (they cost 0)."""
-    cost_s = np.zeros((len(waited), n_pd, len(Move)))
-    for pd in range(n_pd):
-        cost_s[:, pd, Move.PREFILL_TO_DECODE] = waited[:, 1 + 2 * pd] - waited[:, 0]
-        cost_s[:, pd, Move.DECODE_TO_PREFILL] = waited[:, 2 + 2 * pd] - waited[:, 0]
-    return cost_s
 
 
 # ------------------------------------------------------------------------------------------ fitting
@@ -126,31 +102,20 @@ def fit_moves(
     for scaling in policy.modules():
         if isinstance(scaling, FixedScaling):
             scaling.fit(priced.observations)
-    actor = [*policy.mlp_extractor.policy_net.parameters(), *policy.action_net.parameters()]
-    optimiser = torch.optim.AdamW(actor, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    generator = torch.Generator().manual_seed(seed)
-    n, size = len(priced), settings.batch_size
-    steps = settings.epochs * math.ceil(n / size)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, steps)
-    loss_sum = 0.0
     routing = routing_rows(codec)
     kept = policy.action_net.weight.detach().clone(), policy.action_net.bias.detach().clone()
-    for _ in range(settings.epochs):
-        loss_sum = 0.0
-        for rows in torch.randperm(n, generator=generator).split(size):
-            logits = move_logits(policy, observations[rows], codec) / settings.sharpness
-            price = logits[:, :, int(Move.NONE), None] - logits
-            mask = known[rows]
-            loss = torch.nn.functional.huber_loss(price * mask, wanted[rows] * mask)
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            schedule.step()
-            loss_sum += loss.item() * len(rows)
+
+    def losses(rows: torch.Tensor) -> tuple[torch.Tensor]:
+        logits = move_logits(policy, observations[rows], codec) / settings.sharpness
+        price = logits[:, :, int(Move.NONE), None] - logits
+        mask = known[rows]
+        return (torch.nn.functional.huber_loss(price * mask, wanted[rows] * mask),)
+
+    (loss,) = fit_actor(policy, len(priced), settings, seed, losses)
     with torch.no_grad():  # weight decay moved what has no gradient too
         policy.action_net.weight[routing] = kept[0][routing]
         policy.action_net.bias[routing] = kept[1][routing]
-    return loss_sum / n
+    return loss
 
 
 # ------------------------------------------------------------------------------------------- the whole

@@ -13,7 +13,7 @@ from prfaas_agents.roll_outs import Behaviour, Priced, action_logits, behaviour_
 from prfaas_agents.routing_fit import fit_routing, price_margins, routing_fit
 from prfaas_agents.settings import MaskablePpoSettings, RoutingFitSettings
 from prfaas_agents.vec_env import make_batched_vec_env
-from prfaas_env.decision import ActionCodec, Decision, Move
+from prfaas_env.decision import ActionCodec, ClusterDecision, Decision, Move
 from prfaas_env.scenarios import Scenario, load_scenario
 from prfaas_env.simulator.compiled_engine import CompiledEngine
 from prfaas_env.simulator.formulas import NS_PER_S
@@ -50,8 +50,11 @@ def waited_s(
         moves = [NONE] * n_pd
         if 15 * k <= at_s:
             moves = behaviour(telemetry.encode()[None], np.array([telemetry.legal_moves]))[0].tolist()
-        (first, *_), n = Decision.same(n_pd, margin_s=0.5).clusters, n_pd
-        engine.apply(Decision(tuple(type(first)(margin_s=margins[i], move=Move(moves[i])) for i in range(n))))
+        engine.apply(
+            Decision(
+                tuple(ClusterDecision(margin_s=m, move=Move(k)) for m, k in zip(margins, moves, strict=True))
+            )
+        )
     engine.run_until((at_s + horizon_s) * NS_PER_S)
     return engine.totals().waiting_ns / NS_PER_S, seen
 
@@ -66,8 +69,7 @@ def test_a_price_is_the_difference_of_two_whole_runs(scenario: Scenario, move: M
     found = joined(list(price_margins(scenario, always(move), codec, iter(seeds), 8, settings, rng)))
     assert found.cost_s.shape == (8, n_pd, len(MARGINS_S))
     assert (found.cost_s[:, :, 2] == 0.0).all()
-    row = 6  # the fourth instant of the first episode
-    for row, seed in ((6, 3), (7, 4)):
+    for row, seed in ((6, 3), (7, 4)):  # the fourth instant of both episodes
         neutral_s, seen = waited_s(scenario, seed, 45, 0, 0.5, always(move), 60)
         assert np.array_equal(found.observations[row], seen.encode())
         for pd in range(n_pd):

@@ -417,24 +417,29 @@ def test_commands_and_comparing_rules_load_nothing_heavy(modules: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+#: A batched training of node moves in seconds, for `quick`.
+MOVES_ALONE: dict[str, Any] = {
+    "scenarios": [{"scenario": "drift", "overrides": ["measure.horizon_s=60"]}],
+    "engine": "compiled",
+    "vectorization": "batched",
+    "n_envs": 8,
+    "algorithm": "maskable_ppo",
+    "ppo": None,
+    "maskable_ppo": {**WILD, "n_steps": 4, "batch_size": 16, "neutral_routing": 0.95},
+    "choices": "moves",
+    "validation": {"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
+}
+
+
 def test_moves_alone_with_foresight_and_a_warm_start(
     quick: Quick, runner: EpisodeRunner, tmp_path: Path
 ) -> None:
-    learner = {**WILD, "n_steps": 4, "batch_size": 16, "neutral_routing": 0.95}
     config = quick(
-        scenarios=[{"scenario": "drift", "overrides": ["measure.horizon_s=60"]}],
-        engine="compiled",
-        vectorization="batched",
-        n_envs=8,
-        algorithm="maskable_ppo",
-        ppo=None,
-        maskable_ppo=learner,
-        choices="moves",
+        **MOVES_ALONE,
         foresight=True,
         stagger=True,
         warm_start={"rounds": 2, "states": 8, "n_envs": 4, "horizon_s": 30, "epochs": 1},
         total_steps=160,
-        validation={"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
     )
     out = tmp_path / "run"
     result = train(config, out, runner=runner)
@@ -455,19 +460,11 @@ def test_moves_alone_with_foresight_and_a_warm_start(
 
 def test_the_routing_is_fitted_after_the_moves(quick: Quick, runner: EpisodeRunner, tmp_path: Path) -> None:
     config = quick(
-        scenarios=[{"scenario": "drift", "overrides": ["measure.horizon_s=60"]}],
-        engine="compiled",
-        vectorization="batched",
-        n_envs=8,
-        algorithm="maskable_ppo",
-        ppo=None,
-        maskable_ppo={**WILD, "n_steps": 4, "batch_size": 16, "neutral_routing": 0.95},
+        **MOVES_ALONE,
         margins_s=[0.0, 0.5, 30.0],
         margin_s=0.5,
-        choices="moves",
         routing_fit={"states": 24, "n_envs": 4, "horizon_s": 30, "epochs": 3, "learning_rate": 0.03},
         total_steps=64,
-        validation={"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
     )
     out = tmp_path / "run"
     result = train(config, out, runner=runner)
