@@ -429,6 +429,13 @@ MOVES_ALONE: dict[str, Any] = {
     "choices": "moves",
     "validation": {"seeds": {"first": 1_000_000, "count": 2}, "every_steps": 64, "timeline": False},
 }
+ROUTING_FITTED: dict[str, Any] = {
+    **MOVES_ALONE,
+    "margins_s": [0.0, 0.5, 30.0],
+    "margin_s": 0.5,
+    "routing_fit": {"states": 24, "n_envs": 4, "horizon_s": 30, "epochs": 3, "learning_rate": 0.03},
+    "total_steps": 64,
+}
 
 
 def test_moves_alone_with_foresight_and_a_warm_start(
@@ -459,13 +466,7 @@ def test_moves_alone_with_foresight_and_a_warm_start(
 
 
 def test_the_routing_is_fitted_after_the_moves(quick: Quick, runner: EpisodeRunner, tmp_path: Path) -> None:
-    config = quick(
-        **MOVES_ALONE,
-        margins_s=[0.0, 0.5, 30.0],
-        margin_s=0.5,
-        routing_fit={"states": 24, "n_envs": 4, "horizon_s": 30, "epochs": 3, "learning_rate": 0.03},
-        total_steps=64,
-    )
+    config = quick(**ROUTING_FITTED)
     out = tmp_path / "run"
     result = train(config, out, runner=runner)
     moves, fitted = result.validations[-2:]
@@ -486,6 +487,39 @@ def test_the_routing_is_fitted_after_the_moves(quick: Quick, runner: EpisodeRunn
     assert not torch.equal(before, after)
     tags = set(events(out).Tags()["scalars"])
     assert {"prfaas_routing_fit/loss", "prfaas_routing_fit/loss_moves"} <= tags
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "killed"])
+def test_a_run_that_ends_before_its_routing_fit_goes_on_with_it(
+    quick: Quick, runner: EpisodeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    config = quick(**ROUTING_FITTED)
+    whole = train(config, tmp_path / "whole", runner=runner)
+
+    def interrupted(*given: Any) -> tuple[int, None]:
+        if end == "killed":
+            raise MemoryError
+        os.kill(os.getpid(), signal.SIGINT)
+        tell: Callable[[int], bool] = given[-1]
+        assert tell(1)
+        return 0, None
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "routing_fit", interrupted)
+        if end == "killed":
+            with pytest.raises(MemoryError):
+                train(config, out, runner=runner)
+        else:
+            assert train(config, out, runner=runner).interrupted
+    again = resume(out, runner=runner)
+    assert again.stopped == "all steps done"
+    assert again.steps == whole.steps
+    assert [v.as_json() for v in again.validations] == [v.as_json() for v in whole.validations]
+    ends = [LearnedPolicy(v.folder)._network.state_dict() for v in (whole.validations[-1], again.validations[-1])]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    with pytest.raises(PrfaasError, match="all 64 steps are done; give more with --steps"):
+        resume(out, runner=runner)
 
 
 def test_choices_mask_what_is_not_learned(quick: Quick) -> None:

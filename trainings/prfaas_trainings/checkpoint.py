@@ -50,6 +50,8 @@ class Progress:
     draws: list[dict[str, Any]]
     """States of the envs' generators."""
     stage: int
+    routing_fitted: bool = False
+    """Whether this is the policy of the routing fit, which comes after learning."""
 
 
 def step_folder(out: Path, steps: int) -> Path:

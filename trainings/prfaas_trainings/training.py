@@ -259,7 +259,7 @@ class Run:
             versions=versions(*PACKAGES),
         )
 
-    def checkpoint(self) -> Validated:
+    def checkpoint(self, *, routing_fitted: bool = False) -> Validated:
         """Save everything, validate the policy, and keep it as `policy.zip` if it is the best so far."""
         steps = int(self.model.num_timesteps)
         progress = Progress(
@@ -268,6 +268,7 @@ class Run:
             leg=self._leg,
             draws=self.envs.draw_states(),
             stage=self.envs.stage.index,
+            routing_fitted=routing_fitted,
         )
         folder = write_checkpoint(self.model, self.record(steps, {}), self.config.yaml(), progress, self.out)
         self._saved_updates = self.model._n_updates
@@ -356,8 +357,12 @@ class Run:
         model.num_timesteps = states
         self.report.say(f"warm start: {describe(self.checkpoint())}")
 
-    def routing_fit(self, settings: RoutingFitSettings, sign: StopSign) -> None:
-        """Fit the routing to roll-outs, and save and validate the policy. Stopped half-way it is what it was."""
+    def routing_fit(self, settings: RoutingFitSettings, sign: StopSign) -> bool:
+        """Fit the routing to roll-outs, and save and validate the policy.
+
+        Returns:
+            Whether it was done; stopped half-way the policy is what it was.
+        """
         config, model = self.config, self.model
         self.report.say(
             f"routing: {settings.states:,} states with roll-outs of {settings.horizon_s:g} s of "
@@ -373,13 +378,14 @@ class Run:
             lambda _: sign.is_set,
         )
         if losses is None:
-            return
+            return False
         model.num_timesteps += states
         self.report.say(f"routing: {states:,} states, loss {losses[0]:.4f}, of the moves {losses[1]:.4f}")
         self.notes.record(f"{PREFIX}_routing_fit/loss", losses[0])
         self.notes.record(f"{PREFIX}_routing_fit/loss_moves", losses[1])
         self.notes.dump(model.num_timesteps)
-        self.report.say(f"routing: {describe(self.checkpoint())}")
+        self.report.say(f"routing: {describe(self.checkpoint(routing_fitted=True))}")
+        return True
 
     def _weighted(self, stage: Stage) -> list[tuple[Scenario, float]]:
         """Scenarios of a stage at the decision interval, with their weights."""
@@ -629,11 +635,12 @@ def resume(
     _check_scenarios(config)
     _check_record(read_record(folder / POLICY_FILE), config, folder, own)
     progress = progress_of(state)
-    if config.total_steps is not None and progress.steps >= config.total_steps:
+    fit_is_left = config.routing_fit is not None and not progress.routing_fitted
+    if config.total_steps is not None and progress.steps >= config.total_steps and not fit_is_left:
         raise PrfaasError(
             f"--resume {out}: all {config.total_steps:,} steps are done; give more with --steps, counted from the start"
         )
-    if config.minutes is not None and progress.elapsed_s >= config.minutes * 60:
+    if config.minutes is not None and progress.elapsed_s >= config.minutes * 60 and not fit_is_left:
         raise PrfaasError(
             f"--resume {out}: its {config.minutes:g} minutes are used up; give more with --minutes, counted from the "
             "start"
@@ -789,8 +796,8 @@ def _learn(run: Run, sign: StopSign, facts: dict[str, Any]) -> ScheduleCallback:
     if run.changed:
         last = run.checkpoint()
         run.report.say(f"last policy, step {last.steps:,}: {describe(last)}")
-    if config.routing_fit is not None and not sign.is_set:
-        run.routing_fit(config.routing_fit, sign)
+    if config.routing_fit is not None and (sign.is_set or not run.routing_fit(config.routing_fit, sign)):
+        schedule.end(BY_CTRL_C)
     model.logger.close()
     return schedule
 
