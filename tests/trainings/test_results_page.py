@@ -529,9 +529,12 @@ def test_every_training_seed_counts() -> None:
     config = ResultsConfig.model_validate(fields(policies=policies, targets=[target]))
     low, high = [v - 3 for v in RULE], [v + 3 for v in RULE]
     for second, met in ((low, True), (high, False)):
-        (found,) = judge(config, {"steady": made(rule=RULE, **{"seed 0": low, "seed 1": second})})
+        (found,) = judge(config, {"steady": made(rule=RULE, agent=low, **{"seed 0": low, "seed 1": second})})
         assert found.met is met
-        assert found.measured.startswith(f"{1 + met} of 2: ")
+        assert found.measured.startswith(f"{2 + met} of 3: ")
+    (found,) = judge(config, {"steady": made(rule=RULE, agent=high, **{"seed 0": low, "seed 1": low})})
+    assert found.met is False
+    assert found.measured.startswith("2 of 3: ")
     assert verdicts(HALF_WAY, {"measure": "all_better", "against": "rule"}) == [("not measured", None, None)]
 
 

@@ -148,7 +148,7 @@ class Within(BaseTarget):
 
 
 class AllBetter(BaseTarget):
-    """`better` for every policy of a role."""
+    """`better` for the policy, which is of one training seed, and for every one of a role."""
 
     measure: Literal["all_better"]
     against: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -236,11 +236,25 @@ def _by_role(table: dict[str, Any], roles: Sequence[PolicyRole]) -> list[dict[st
     return [row for row in table["rows"] if row["role"] in roles]
 
 
-def _spread(content: dict[str, Any], roles: Sequence[PolicyRole], notes: Mapping[str, str]) -> str:
-    """Rows of some roles on every table that has one, against the best rule."""
+def _ablations(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return _by_role(table, ["ablation"])
+
+
+def _training_seeds(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The learned policy is of one seed; the others have rows of their own."""
+    others = _by_role(table, ["training seed"])
+    return [*_by_role(table, ["learned"]), *others] if others else []
+
+
+def _spread(
+    content: dict[str, Any],
+    of: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    notes: Mapping[str, str],
+) -> str:
+    """Some rows of every table that has such, against the best rule."""
     rows = []
     for table in content["tables"]:
-        for row in _by_role(table, roles):
+        for row in of(table):
             if row["missing"]:
                 rows.append([table["label"], row["label"], f"*{row['missing']}*", "", "", ""])
                 continue
@@ -268,9 +282,7 @@ def _spread_sentence(content: dict[str, Any]) -> str:
     for table in content["tables"]:
         if table["label"] != content["headline"]:
             continue
-        means = [
-            row["figures"][TTFT]["mean"] for row in _by_role(table, ["training seed"]) if not row["missing"]
-        ]
+        means = [row["figures"][TTFT]["mean"] for row in _training_seeds(table) if not row["missing"]]
         if len(means) >= 2 and None not in means:
             return (
                 f"On {table['label']} the {len(means)} training seeds have mean TTFT {min(means):.2f} to "
@@ -408,9 +420,9 @@ def render(
         n_open=sum(t["met"] is None for t in content["targets"]),
         headline=_headline(plan, found),
         tables=[(table, _main_table(table), _footnotes(table)) for table in content["tables"]],
-        spread=_spread(content, ["training seed"], notes),
+        spread=_spread(content, _training_seeds, notes),
         spread_sentence=_spread_sentence(content),
-        ablations=_spread(content, ["ablation"], notes),
+        ablations=_spread(content, _ablations, notes),
         decisions=_decision_table(headline) if headline is not None else "",
         trainings=_training_table(content),
         image=image,

@@ -256,9 +256,10 @@ def _within(target: Within, config: ResultsConfig, c: Comparison, policy: str) -
 
 def _all_better(target: AllBetter, config: ResultsConfig, c: Comparison, policy: str) -> Verdict:
     """Each policy counts on whose difference the interval excludes 0."""
-    labels = [p.label for p in config.policies if p.role == target.role]
-    if not labels:
+    others = [p.label for p in config.policies if p.role == target.role and p.label != policy]
+    if not others:
         raise NotMeasuredError(f"no policy with the role {target.role!r}")
+    labels = [policy, *others]
     found = [difference(c, label, target.against) for label in labels]
     if any(d.high is None for d in found):
         return "; ".join(seconds(d) for d in found), None, None
