@@ -94,6 +94,10 @@ def _comparison(found: dict[str, Any]) -> Iterator[str]:
         for label, figures in policies.items():
             shown = f"**{_plain(label)}**" if label == found["policy"] else _plain(label)
             yield f"| {shown} | {' | '.join(_interval(figure) for figure in figures.values())} |"
+        means = {label: figures["ttft_mean_s"]["mean"] for label, figures in policies.items()}
+        own = means[found["policy"]]
+        lower = [_plain(label) for label, mean in means.items() if None not in (mean, own) and mean < own]
+        yield from ("", f"Lower mean TTFT than this policy: {', '.join(lower) or 'none of these'}.")
     yield ""
 
 

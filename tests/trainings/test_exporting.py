@@ -158,7 +158,7 @@ def test_folders_in_use_are_kept(run: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_a_comparison_go_along(run: Path, tmp_path: Path, runner: EpisodeRunner) -> None:
-    rows = [parse_row("earliest_finish"), parse_row(f"mine=ppo:path={run}")]
+    rows = [parse_row("earliest_finish"), parse_row(f"mine=ppo:path={run}"), parse_row("never"), parse_row("earliest_finish:margin_s=0.5")]
     scenarios = quick().load_scenarios()
     found = compare(
         scenarios, rows, seeds=range(2_000_000, 2_000_003), split="test", runner=runner, engine="simpy"
@@ -181,6 +181,10 @@ def test_figures_of_a_comparison_go_along(run: Path, tmp_path: Path, runner: Epi
     assert "Compared on 3 test seeds from 2,000,000 on" in card
     assert f"| **mine** | {mean:,.4g}" in card
     assert f"| earliest_finish | {found.own(0, 0, 'ttft_mean_s').mean:,.4g}" in card
+    means = {row.label: found.own(0, k, "ttft_mean_s").mean for k, row in enumerate(rows)}
+    lower = [label for label in means if means[label] < mean]
+    assert 0 < len(lower) < len(rows) - 1, means
+    assert f"Lower mean TTFT than this policy: {', '.join(lower)}." in card
     for name in ("policy.zip", "policy.json"):  # a comparison beside the policy needs no word
         (folder / name).write_bytes((run / name).read_bytes())
     assert export_run(folder, tmp_path / "beside").evaluation["comparisons"] == [kept]
