@@ -120,8 +120,7 @@ def routing_fit(
     Args:
         policy: a feed-forward actor-critic policy on margins; changed in place.
         codec: its actions.
-        scenarios: with weights, which to the power of the settings divide the states among them. Their control
-            interval is that of the decisions.
+        scenarios: with weights, which divide the states among them. Their control interval is that of the decisions.
         seeds: training seeds to draw episodes from.
         settings: how much, and how.
         seed: of the draws and of the order of the samples.
@@ -136,8 +135,7 @@ def routing_fit(
     def pricing(scenario: Scenario, behaviour: Behaviour, n_states: int) -> Iterator[Priced]:
         return price_margins(scenario, behaviour, codec, episodes, n_states, settings, rng)
 
-    shares = [(scenario, weight**settings.weight_power) for scenario, weight in scenarios]
-    parts = priced_of(shares, behaviour_of(policy, codec), pricing, settings.states, tell)
+    parts = priced_of(scenarios, behaviour_of(policy, codec), pricing, settings.states, tell)
     if parts is None:
         return 0, None
     priced = joined(parts)

@@ -50,12 +50,6 @@ class RoutingFitSettings(RollOutSettings):
     """The routing of a policy that has learned its moves, from roll-outs (see `routing_fit`)."""
 
     states: int = Field(default=40_000, ge=1, description="states priced")
-    weight_power: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="states are divided among the scenarios by weight to this power; 0: evenly",
-    )
     idle_share: float = Field(default=0.0, ge=0, le=1, description="share of the envs that never move a node")
     detour_share: float = Field(default=0.125, ge=0, le=1, description="share of the envs sent on detours")
     cost_scale_s: float = Field(

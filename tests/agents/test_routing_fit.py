@@ -113,18 +113,6 @@ def test_the_fit_gives_the_prices_back_and_leaves_the_moves() -> None:
     assert (moves[0] == moves[1]).mean() > 0.97
 
 
-def test_states_are_divided_by_weight_to_a_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[list[float]] = []
-    monkeypatch.setattr(
-        "prfaas_agents.routing_fit.priced_of", lambda given, *_: shares.append([weight for _, weight in given])
-    )
-    for power in (1.0, 0.5, 0.0):
-        settings = RoutingFitSettings(states=60, weight_power=power)
-        given = [(DRIFT, 16.0), (DRIFT, 1.0)]
-        routing_fit(learner().policy, CODEC, given, range(10), settings, 0, lambda _: False)
-    assert shares == [[16.0, 1.0], [4.0, 1.0], [1.0, 1.0]]
-
-
 def test_the_whole_changes_the_routing_alone_and_can_be_stopped() -> None:
     model = learner()
     settings = RoutingFitSettings(states=60, n_envs=4, horizon_s=30.0, epochs=2)
