@@ -158,7 +158,8 @@ def test_folders_in_use_are_kept(run: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_a_comparison_go_along(run: Path, tmp_path: Path, runner: EpisodeRunner) -> None:
-    rows = [parse_row("earliest_finish"), parse_row(f"mine=ppo:path={run}"), parse_row("never"), parse_row("earliest_finish:margin_s=0.5")]
+    specs = ("earliest_finish", f"mine=ppo:path={run}", "never", "earliest_finish:margin_s=0.5")
+    rows = [parse_row(spec) for spec in specs]
     scenarios = quick().load_scenarios()
     found = compare(
         scenarios, rows, seeds=range(2_000_000, 2_000_003), split="test", runner=runner, engine="simpy"

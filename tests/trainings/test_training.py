@@ -516,7 +516,9 @@ def test_a_run_that_ends_before_its_routing_fit_goes_on_with_it(
     assert again.stopped == "all steps done"
     assert again.steps == whole.steps
     assert [v.as_json() for v in again.validations] == [v.as_json() for v in whole.validations]
-    ends = [LearnedPolicy(v.folder)._network.state_dict() for v in (whole.validations[-1], again.validations[-1])]
+    ends = [
+        LearnedPolicy(v.folder)._network.state_dict() for v in (whole.validations[-1], again.validations[-1])
+    ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     with pytest.raises(PrfaasError, match="all 64 steps are done; give more with --steps"):
         resume(out, runner=runner)
