@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ class Counting(EpisodeRunner):
                 raise KeyboardInterrupt
             self.asked += 1
             yield found
+
+
+def heed_ctrl_c() -> None:
+    """In a child before it begins: Ctrl-C ends it, also where the tests run in the background and ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def quick(**changes: Any) -> TrainingConfig:

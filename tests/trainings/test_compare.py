@@ -46,7 +46,7 @@ from prfaas_trainings.episodes import FIGURE_NAMES, TTFT_EDGES_S, EpisodeRunner,
 from prfaas_trainings.plots import ttft_distribution
 from prfaas_trainings.seeds import SPLITS
 
-from .conftest import Counting
+from .conftest import Counting, heed_ctrl_c
 
 SHORT = load_scenario("paper", overrides=["measure.horizon_s=60"])
 SLICE = load_scenario("mooncake", overrides=["workload.start_s=1200", "measure.horizon_s=330"])
@@ -466,7 +466,9 @@ def test_a_signal_stops_it_and_the_printed_command_goes_on(tmp_path: Path, run: 
     arguments = ["-p", "earliest_finish", "-p", "dual_timescale", "--seeds", "5", "--engine", "simpy"]
     arguments += ["--set", "measure.horizon_s=600"]
     command = [sys.executable, str(program), *arguments, "--jobs", "2", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as process:
         deadline = time.monotonic() + 120
         while not list(out.glob("parts/*.json")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -30,7 +30,7 @@ from prfaas_trainings.study import Study, study_of_options
 from prfaas_trainings.sweep import CELLS, Plan, SweepFolder, SweepResult, prepare, run_sweep
 from prfaas_trainings.sweep_plots import spans_a_decade
 
-from .conftest import _APP, Counting
+from .conftest import _APP, Counting, heed_ctrl_c
 
 LINK = "deployment.links.0.capacity_bps"
 SEEDS = range(2_000_000, 2_000_005)
@@ -336,7 +336,9 @@ def test_a_signal_stops_the_processes(tmp_path: Path) -> None:
     arguments = ["--set", "measure.horizon_s=600", "--set", "workload.arrivals.rate_rps=0.5,1,1.5,2,2.5"]
     arguments += ["--policy", "dual_timescale", "--seeds", "5", "--engine", "simpy", "--jobs", "2"]
     command = [sys.executable, str(program), *arguments, "--out", str(out), "--metric", "ttft_mean_s"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as process:
         deadline = time.monotonic() + 120
         while (
             not list(out.glob("cells/0000.json")) and process.poll() is None and time.monotonic() < deadline
