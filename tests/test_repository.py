@@ -53,20 +53,24 @@ def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", ["root", "work", "home", "Users"])
+FOLDERS = ("root", "work", "home", "Users")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_machine_paths_are_found(folder: str) -> None:
     assert machine_paths(f"x = 1\nopen('/{folder}/someone/x')".encode()) != []
     assert machine_paths(f"file:///{folder}/someone".encode()) != []
 
 
-def test_other_paths_are_not_machine_paths() -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_other_paths_are_not_machine_paths(folder: str) -> None:
     for text in (
-        "runs/home/x",
-        "https://example.org/home/x",
-        "./work/x",
-        "~/work/x",
+        f"runs/{folder}/x",
+        f"https://example.org/{folder}/x",
+        f"./{folder}/x",
+        f"~/{folder}/x",
         "/etc/hosts",
-        "a /work/ b",
+        f"a /{folder}/ b",
     ):
         assert machine_paths(text.encode()) == [], text
     assert machine_paths(b"C:" + b"\\Users\\someone") != []
