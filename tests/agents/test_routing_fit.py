@@ -52,7 +52,7 @@ def waited_s(
             moves = behaviour(telemetry.encode()[None], np.array([telemetry.legal_moves]))[0].tolist()
         engine.apply(
             Decision(
-                tuple(ClusterDecision(margin_s=m, move=Move(k)) for m, k in zip(margins, moves, strict=True))
+                tuple(ClusterDecision(margin_s=m, move=Move(x)) for m, x in zip(margins, moves, strict=True))
             )
         )
     engine.run_until((at_s + horizon_s) * NS_PER_S)

@@ -232,18 +232,18 @@ def _hash(row: dict[str, Any]) -> str:
     return f"`{row['policy_hash']}`" if row["policy_hash"] else ""
 
 
-def _by_role(table: dict[str, Any], roles: Sequence[PolicyRole]) -> list[dict[str, Any]]:
-    return [row for row in table["rows"] if row["role"] in roles]
+def _by_role(table: dict[str, Any], role: PolicyRole) -> list[dict[str, Any]]:
+    return [row for row in table["rows"] if row["role"] == role]
 
 
 def _ablations(table: dict[str, Any]) -> list[dict[str, Any]]:
-    return _by_role(table, ["ablation"])
+    return _by_role(table, "ablation")
 
 
 def _training_seeds(table: dict[str, Any]) -> list[dict[str, Any]]:
     """The learned policy is of one seed; the others have rows of their own."""
-    others = _by_role(table, ["training seed"])
-    return [*_by_role(table, ["learned"]), *others] if others else []
+    others = _by_role(table, "training seed")
+    return [*_by_role(table, "learned"), *others] if others else []
 
 
 def _spread(
