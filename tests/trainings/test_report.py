@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from prfaas_env.base import PrfaasError
+from prfaas_env.intervals import Interval
 from prfaas_env.scenarios import load_scenario
 from prfaas_env.theory import plan
 from prfaas_trainings import report, report_charts, reproduction, results
 from prfaas_trainings.compare import Comparison, compare, run_timelines
 from prfaas_trainings.episodes import FIGURES, STAGES, EpisodeRunner, Row
 from prfaas_trainings.report import _list, _ordinal, answer, asked, breakable, read_folder, write_report
-from prfaas_trainings.statistics import Interval
 from prfaas_trainings.tables import LATENCY, SERVICE
 
 SHORT = load_scenario("paper", overrides=["measure.horizon_s=60"])

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from prfaas_env.intervals import BLOCK_S, FEWEST, Interval, block_interval
 from prfaas_trainings.episodes import TTFT_EDGES_S
 from prfaas_trainings.statistics import (
-    BLOCK_S,
-    FEWEST,
-    Interval,
-    block_interval,
     histogram_quantile,
     quantile_ratio_interval,
     ratio_interval,

@@ -19,6 +19,7 @@ import numpy as np
 
 from prfaas_env import __version__
 from prfaas_env.base import PrfaasError
+from prfaas_env.intervals import CONFIDENCE, RESAMPLES, Interval, block_interval
 from prfaas_env.policy import PolicyContext, policy_hash
 from prfaas_env.scenarios import Scenario
 from prfaas_env.simulator.engine import DEFAULT_ENGINE
@@ -38,7 +39,7 @@ from prfaas_trainings.episodes import (
 )
 from prfaas_trainings.parts import Part, PartsFolder, run_parts
 from prfaas_trainings.seeds import Split, overlap
-from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval, block_interval, seed_interval
+from prfaas_trainings.statistics import seed_interval
 
 #: What a comparison holds when no policy is named.
 DEFAULT_POLICIES = (

@@ -23,6 +23,7 @@ from prfaas_env.simulator.run import simulate
 from prfaas_env.telemetry import Telemetry
 from prfaas_trainings.config import TrainingConfig, load_config
 from prfaas_trainings.folders import check_folder, whole_folder
+from prfaas_trainings.progress import progress_bar
 from prfaas_trainings.randomise import drawn
 from prfaas_trainings.results import METRICS
 
@@ -127,11 +128,14 @@ def input_ranges(config: TrainingConfig, policy: LearnedPolicy) -> InputRanges:
     The first `RANGE_EPISODES` training seeds of each scenario.
     """
     watched = _Watched(policy)
-    stage = config.stages()[-1]
-    for scenario in config.load_scenarios():
-        for seed in config.training_seeds.seeds[:RANGE_EPISODES]:
-            played = drawn(scenario, stage.randomise, np.random.default_rng(seed))
-            simulate(played, watched, seed=seed)
+    stage, scenarios = config.stages()[-1], config.load_scenarios()
+    seeds = config.training_seeds.seeds[:RANGE_EPISODES]
+    with progress_bar("episodes for the input ranges", len(scenarios) * len(seeds)) as advance:
+        for scenario in scenarios:
+            for seed in seeds:
+                played = drawn(scenario, stage.randomise, np.random.default_rng(seed))
+                simulate(played, watched, seed=seed)
+                advance()
     return watched.ranges()
 
 

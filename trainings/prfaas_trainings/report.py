@@ -16,13 +16,13 @@ import numpy as np
 
 from prfaas_env import __version__
 from prfaas_env.base import PrfaasError, write_whole
+from prfaas_env.intervals import Interval
 from prfaas_trainings import report_charts, reproduction
 from prfaas_trainings.compare import LOSES, WORDS
 from prfaas_trainings.compare import MARKER as COMPARE_MARKER
 from prfaas_trainings.episodes import FIGURES, STAGES, TTFT_EDGES_S, Figure, FloatArray, not_null
 from prfaas_trainings.plots import CdfLine, TimelineColumn, cdf_figure, distribution
 from prfaas_trainings.results import CURVES, METRICS
-from prfaas_trainings.statistics import Interval
 from prfaas_trainings.tables import LATENCY, SERVICE, interval_text
 
 TEMPLATES = Path(__file__).parent / "templates"

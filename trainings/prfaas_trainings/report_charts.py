@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from prfaas_env.intervals import Interval
 from prfaas_trainings.episodes import FloatArray
 from prfaas_trainings.plots import TimelineColumn, colour, plain, pyplot, timeline_figure
-from prfaas_trainings.statistics import Interval
 
 #: Ink of axes and text; the page replaces it with its own text colour.
 _INK = "#010203"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from prfaas_env.base import PrfaasError, write_whole
+from prfaas_env.intervals import CONFIDENCE, RESAMPLES, Interval
 from prfaas_trainings.compare import HOW_AVERAGED, Comparison, interval_json, versions
 from prfaas_trainings.episodes import FIGURE_NAMES, FIGURES, is_trace
 from prfaas_trainings.plots import colour, file_name, plain, pyplot
@@ -37,7 +38,6 @@ from prfaas_trainings.results_targets import (
     seconds,
     share_of_way,
 )
-from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval
 from prfaas_trainings.tables import interval_text
 
 TEMPLATE = "results.md.j2"

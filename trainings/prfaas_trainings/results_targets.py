@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from prfaas_env.intervals import Interval
 from prfaas_trainings.compare import Comparison
 from prfaas_trainings.episodes import DECISION_EDGES_S, TTFT_EDGES_S, FloatArray, is_trace
 from prfaas_trainings.results_config import (
@@ -23,12 +24,7 @@ from prfaas_trainings.results_config import (
     Target,
     Within,
 )
-from prfaas_trainings.statistics import (
-    Interval,
-    histogram_quantile,
-    quantile_ratio_interval,
-    ratio_interval,
-)
+from prfaas_trainings.statistics import histogram_quantile, quantile_ratio_interval, ratio_interval
 
 TTFT = "ttft_mean_s"
 

@@ -9,10 +9,7 @@ import math
 
 import numpy as np
 
-from prfaas_env.intervals import BLOCK_S as BLOCK_S
 from prfaas_env.intervals import CONFIDENCE, FEWEST, RESAMPLES, FloatArray, Interval
-from prfaas_env.intervals import Method as Method
-from prfaas_env.intervals import block_interval as block_interval
 
 #: Share of resamples without any spread above which the studentised bootstrap is not used.
 _DEGENERATE = 0.01

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from prfaas_env.base import PrfaasError, write_whole
+from prfaas_env.intervals import CONFIDENCE, RESAMPLES, Interval
 from prfaas_trainings.compare import (
     HOW_AVERAGED,
     PolicyFacts,
@@ -41,7 +42,7 @@ from prfaas_trainings.episodes import (
 )
 from prfaas_trainings.parts import Part, PartsFolder, run_parts
 from prfaas_trainings.seeds import Split
-from prfaas_trainings.statistics import CONFIDENCE, RESAMPLES, Interval, seed_interval
+from prfaas_trainings.statistics import seed_interval
 from prfaas_trainings.study import Cell, Study
 
 #: The file that marks a folder as a sweep and says what is swept.

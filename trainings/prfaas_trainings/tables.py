@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from prfaas_env.intervals import Interval
 from prfaas_trainings.compare import HOW_AVERAGED, Comparison
 from prfaas_trainings.episodes import FIGURES, Figure, is_trace
-from prfaas_trainings.statistics import Interval
 from prfaas_trainings.sweep import SweepResult
 
 #: Figures of the table in order (the difference column follows the first); the rest are in the files.
